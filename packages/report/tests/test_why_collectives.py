@@ -31,7 +31,7 @@ from stepscope.files.states import (
     Thread,
 )
 from stepscope_report.cli.why import ask
-from stepscope_report.waiting import Entered, say_call
+from stepscope_report.waiting import Behind, Entered, say_call
 from stepscope_report.why import why
 
 RANK = """
@@ -76,13 +76,47 @@ with capture(3, role="actor"):
 """
 
 
+WITHOUT_RECORDER = """
+import os, sys, threading
+import torch, torch.distributed as dist
+from stepscope import capture, configure, profile_step
+
+folder, rank = sys.argv[1], int(os.environ["RANK"])
+configure(save_path=folder, record="spans", control={"poll_seconds": 0.1},
+          roles={"*": {"profiler": "off"}})
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+pair = dist.new_group([0, 1])
+
+def reduce():
+    dist.all_reduce(torch.ones(2))
+
+def load():
+    threading.Event().wait()
+
+@profile_step("actor")
+def update():
+    reduce()
+    if rank < 2:
+        dist.all_reduce(torch.ones(2), group=pair)
+    print("ready", flush=True)
+    load() if rank == 2 else reduce()
+
+with capture(3, role="actor"):
+    update()
+"""
+
+
 @contextmanager
-def hanging(folder: Path) -> Iterator[None]:
-    """Run three ranks, of which the last does not enter the second collective of all."""
-    environ = {**os.environ, "STEPSCOPE_RUN_ID": "feed0004", "TORCH_FR_BUFFER_SIZE": "200"}
+def hanging(folder: Path, program: str = RANK, entries: int = 200) -> Iterator[None]:
+    """Run three ranks, of which the last does not enter the second collective of all.
+
+    Args:
+        entries: The size of torch's flight recorder; 0 turns it off.
+    """
+    environ = {**os.environ, "STEPSCOPE_RUN_ID": "feed0004", "TORCH_FR_BUFFER_SIZE": str(entries)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder)],
+            [sys.executable, "-c", program, str(folder)],
             stdout=subprocess.PIPE,
             text=True,
             env={**environ, "RANK": str(rank)},
@@ -118,6 +152,39 @@ def test_the_rank_that_others_wait_for_in_the_background_is_named(run: Path) -> 
         ("all_reduce", "default_pg", 2, (2,))
     ] * 2
     assert "without rank 2)" in say_call(others[0])
+
+
+@pytest.mark.slow
+def test_without_torch_s_recorder_the_groups_own_counts_name_the_rank(tmp_path: Path) -> None:
+    with hanging(tmp_path, WITHOUT_RECORDER, entries=0):
+        time.sleep(1)  # until the last collective is open
+        answer = why(ask(RunLayout(tmp_path), 10))
+    (first,) = (answer.calls[index] for index in answer.culprits)
+    assert "actor_rank2_" in first.process
+    assert "load at" in first.where
+    assert first.behind == Behind(group="default_pg", state="behind", begun=1, others=2)
+    assert "has begun 1 collective of default_pg, others 2" in say_call(first)
+    others = [call for call in answer.calls if call.waits_for]
+    assert [(call.collective, call.group, call.number, call.missing) for call in others] == [
+        ("all_reduce", "default_pg", 2, (2,))
+    ] * 2
+
+
+def test_two_jobs_with_the_same_groups_are_not_mixed_up() -> None:
+    """Two replicas of one role whose replica nobody knows: the ranks of one are not behind the other's."""
+    group = ProcessGroup(name="0", description="default_pg", ranks=(0, 1), entered=0)
+    states = []
+    for job in (7, 9):
+        own = msgspec.structs.replace(group, entered=job)
+        pending = PendingCollective(
+            group="0", description="default_pg", number=job, op="all_reduce", state="started", age_ns=1
+        )
+        states += [
+            state_of(rank, Collectives(rank=rank, groups=(own,), pending=(pending,))) for rank in (0, 1)
+        ]
+    entered = Entered(states)
+    assert [entered.behind(state) for state in states] == [None] * 4
+    assert [entered.awaited(state)[1] for state in states] == [()] * 4
 
 
 def test_torch_reads_the_same_ranks_from_its_own_dump(run: Path) -> None:
@@ -180,7 +247,7 @@ def waiting(rank: int, entered: int | None) -> ProcessState:
         group="0", description="default", number=entered, op="all_reduce", state="started", age_ns=1
     )
     group = ProcessGroup(
-        name="0", ranks=tuple(range(1024)), entered=(entered or 0) - (rank == 5), completed=6
+        name="0", description="default", ranks=tuple(range(1024)), entered=(entered or 0) - (rank == 5)
     )
     known = Collectives(rank=rank, groups=(group,), pending=() if rank == 5 else (pending,))
     state = state_of(rank, known)

@@ -18,12 +18,13 @@ from stepscope.files.states import (
     Frame,
     OpenSpan,
     PendingCollective,
+    ProcessGroup,
     ProcessState,
     RayCall,
     Task,
     Thread,
 )
-from stepscope_report.formatting import duration, few, turn
+from stepscope_report.formatting import count, duration, few, turn
 
 _LIBRARY = re.compile(
     r"/lib(64)?/python3\.\d+t?/|\b(site|dist)-packages/|/stepscope/|^<frozen|^<profile_step"
@@ -125,11 +126,12 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
     """A process group of torch, or `communicator 0x5f2a` of NCCL."""
     state: Literal["behind", "dead", "silent"]
     """`behind`: it has begun fewer. `dead`, `silent`: in the judgement of NCCL."""
-    op: str = "collectives"
+    op: str | None = None
+    """The collective, `AllReduce`, or None for all of them."""
     begun: int | None = None
     """Number of these collectives that it has begun, or None if unknown."""
     others: int | None = None
-    """Number that most of the others have begun."""
+    """The most that one of the others has begun."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +194,7 @@ def is_loaded(engine: EngineState, asked: bool) -> bool:
 def queue_of(engine: EngineState) -> str:
     """Return `8 requests (6 running, 2 waiting), KV cache 97 %, no token for 41 s`."""
     counts = {"running": engine.running, "waiting": engine.waiting}
-    known = ", ".join(f"{count:.0f} {name}" for name, count in counts.items() if count is not None)
+    known = ", ".join(f"{number:.0f} {name}" for name, number in counts.items() if number is not None)
     text = f"{engine.requests} requests" + (f" ({known})" if known else "")
     if engine.kv_percent is not None:
         text += f", KV cache {engine.kv_percent:.0f} %"
@@ -249,30 +251,54 @@ def say_call(call: Call) -> str:
 
 
 def _behind(call: Call) -> str:
-    """Return `, has begun 118 AllReduce of communicator 0x5f2a, the others 119`; empty if not behind."""
+    """Return `, has begun 118 AllReduce of communicator 0x5f2a, others 119`; empty if not behind."""
     own = call.behind
     if own is None:
         return ""
     if own.state != "behind":
         return ", and dead for NCCL" if own.state == "dead" else ", and none to NCCL"
-    return f", has begun {own.begun:,} {own.op} of {own.group}, the others {own.others:,}"
+    begun = count(own.begun or 0, "collective") if own.op is None else f"{own.begun:,} {own.op}"
+    return f", has begun {begun} of {own.group}, others {own.others:,}"
+
+
+_Group: TypeAlias = tuple[str, "int | None", str, tuple[int, ...]]
+"""Role and replica of a group's processes, its name, and its ranks."""
 
 
 class Entered:
-    """The collectives that the ranks of each role have entered, from torch's flight recorders.
+    """The collectives that the ranks of each role have entered, by torch's own counts.
 
-    Peers have the same role: a run may have several jobs of torch.distributed, whose groups have the same
-    names.
+    Peers have the same role and replica: a run may have several jobs of torch.distributed, whose groups have
+    the same names. Where two processes have one rank of a group, nothing is known of that group.
     """
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
-        self._last: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
-        """{(role, group, its ranks): {rank: number of the last collective that it entered}}."""
-        self._missing: dict[tuple[str, str, tuple[int, ...], int], tuple[int, ...]] = {}
+        self._last: dict[_Group, dict[int, int]] = defaultdict(dict)
+        """{group: {rank: number of the last collective that it entered}}."""
+        self._mixed: set[_Group] = set()
+        """The groups of which two processes have one rank."""
+        self._missing: dict[tuple[_Group, int], tuple[int, ...]] = {}
         for state in states:
             known = state.collectives
             for group in () if known is None else known.groups:
-                self._last[state.process.role, group.name, group.ranks][rank_of(state) or 0] = group.entered
+                key, rank = _group(state, group), rank_of(state) or 0
+                if rank in self._last[key]:
+                    self._mixed.add(key)
+                self._last[key][rank] = group.entered
+
+    def behind(self, state: ProcessState) -> Behind | None:
+        """Return the group in which a process has entered the fewest collectives against the others, or
+        None.
+        """
+        known = state.collectives
+        found = []
+        for group in () if known is None else known.groups:
+            key = _group(state, group)
+            most = max(self._last[key].values())
+            if most > group.entered and key not in self._mixed:
+                begun = max(0, group.entered)
+                found.append(Behind(group=group.description, state="behind", begun=begun, others=most))
+        return max(found, key=lambda one: (one.others or 0) - (one.begun or 0), default=None)
 
     def awaited(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
         """Return the oldest open collective of a process, or None, and the ranks that have not entered it,
@@ -289,12 +315,18 @@ class Entered:
             sender = call.op.partition("<-")[2]
             known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
             return call, (group.ranks[int(sender)],) if known else ()
-        key = state.process.role, group.name, group.ranks
-        at = (*key, call.number)
+        key = _group(state, group)
+        if key in self._mixed:
+            return call, ()
+        at = key, call.number
         if at not in self._missing:
             last = self._last[key]
             self._missing[at] = tuple(rank for rank in group.ranks if last.get(rank, -1) < call.number)
         return call, self._missing[at]
+
+
+def _group(state: ProcessState, group: ProcessGroup) -> _Group:
+    return state.process.role, state.process.replica, group.name, group.ranks
 
 
 class Launched:
@@ -328,7 +360,7 @@ class Launched:
             self.behind[key] = Behind(
                 group=group,
                 state=rank.state,
-                op=rank.op or "collectives",
+                op=rank.op or None,
                 begun=rank.begun,
                 others=rank.others,
             )

@@ -12,6 +12,7 @@ import msgspec
 from stepscope.files.states import Frame, OpenSpan, ProcessState, Thread
 from stepscope_report.formatting import count
 from stepscope_report.waiting import (
+    Behind,
     Call,
     Entered,
     Launched,
@@ -188,12 +189,18 @@ class _Answer:
             group=None if joined is None else joined.description,
             number=None if joined is None else joined.number,
             missing=() if joined is None else missing,
-            behind=self._launched.behind.get(process.key) if _is_of_main(process.state, span) else None,
+            behind=self._behind(process.key) if _is_of_main(process.state, span) else None,
             waits=span.waits,
             wait=None if collective is not None else wait,
             blocks=holds,
             alike=span.alike,
         )
+
+    def _behind(self, key: str) -> Behind | None:
+        """Return the collectives in which a process is behind, by NCCL's count or torch's, or None."""
+        known = self.processes.get(key)
+        by_torch = None if known is None else self._entered.behind(known.state)
+        return self._launched.behind.get(key) or by_torch
 
     def _add(self, call: Call) -> int:
         self.calls.append(call)
@@ -344,7 +351,7 @@ class _Answer:
                     stage="",
                     age_ns=0,
                     where=where,
-                    behind=self._launched.behind.get(key),
+                    behind=self._behind(key),
                 )
             )
         return self._at[key, 0]
@@ -352,9 +359,7 @@ class _Answer:
     def _idle(self, state: ProcessState) -> int:
         key = state.process.key
         if (key, 0) not in self._at:
-            idle = msgspec.structs.replace(
-                _no_call(state, _main(state)), behind=self._launched.behind.get(key)
-            )
+            idle = msgspec.structs.replace(_no_call(state, _main(state)), behind=self._behind(key))
             self._at[key, 0] = self._add(idle)
         return self._at[key, 0]
 
@@ -384,17 +389,18 @@ class _Answer:
         circle = len(groups[0]) if groups and len(groups[0]) > 1 else 0
         return found, circle, self._held(groups[0]) if groups else 0
 
-    def _rank(self, at: int, awaited: set[int]) -> tuple[bool, int, bool, bool, int]:
+    def _rank(self, at: int, awaited: set[int]) -> tuple[bool, int, bool, bool, bool, int]:
         """Return the sort key of a culprit: stuck engines, then work, then waiting tasks, then other waits
-        and working engines, and last collectives without missing ranks. Within each, calls that the step
-        waits for come first, then calls that any call waits for.
+        and working engines, and last collectives without missing ranks. Within each, ranks that are behind
+        in collectives come first, then calls that the step waits for, then calls that any call waits for.
         """
         call = self.calls[at]
         works = call.wait in (None, "process") and not call.waits and call.kind != "engine"
         order = 0 if works else 1 if call.wait == "task" and not call.waits else 2
         if call.collective is not None and not self.edges[at]:
             order = 3
-        return not is_stuck(call), order, at not in awaited, at not in self._waited_by, -call.age_ns
+        ahead = call.behind is None
+        return not is_stuck(call), order, ahead, at not in awaited, at not in self._waited_by, -call.age_ns
 
     def _awaited_by_the_step(self) -> set[int]:
         owners = {state.process.key for state in self.states if state.step_age_ns is not None}

@@ -105,11 +105,11 @@ class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A process group of torch.distributed."""
 
     name: str
+    description: str
     ranks: tuple[Int, ...]
     """Global ranks; empty if unknown."""
     entered: Int
-    """Number of the last collective that this process entered, or -1 before the first."""
-    completed: Int
+    """Number of the last collective that this process entered; at most 0 before the first."""
 
 
 class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):

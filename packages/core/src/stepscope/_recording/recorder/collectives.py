@@ -1,19 +1,22 @@
-"""Collectives of torch.distributed that have not completed here, from torch's own flight recorders.
+"""Collectives of torch.distributed that have not completed here, and the number of those that have begun.
 
-These recorders are on if TORCH_FR_BUFFER_SIZE (formerly TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has one;
-in newer versions of torch, gloo has one too.
+They come from torch's own flight recorders, which are on if TORCH_FR_BUFFER_SIZE (formerly
+TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has one; in newer versions of torch, gloo has one too. Without
+them, the numbers come from the process groups, and the open collectives from their spans.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from stepscope._recording.spans.span import Span
+from stepscope.files.spans import GROUP, SEQUENCE
 from stepscope.files.states import Collectives, PendingCollective, ProcessGroup
 
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -35,7 +38,6 @@ class _Entry(msgspec.Struct):
 
 class _Status(msgspec.Struct):
     last_enqueued_collective: int = -1
-    last_completed_collective: int = -1
 
 
 class _Group(msgspec.Struct):
@@ -51,8 +53,11 @@ class Dump(msgspec.Struct):
     pg_status: dict[str, _Status] = {}
 
 
-def collectives_here() -> Collectives | None:
+def collectives_here(spans: Sequence[Span]) -> Collectives | None:
     """Return the process groups and open collectives of this process; None without any.
+
+    Args:
+        spans: Those of collectives that have not ended.
 
     Raises:
         Exception: torch's recorder has another format.
@@ -63,7 +68,41 @@ def collectives_here() -> Collectives | None:
     binding = sys.modules["torch"]._C._distributed_c10d
     dumps = [getattr(binding, name) for name in _DUMPS if hasattr(binding, name)]
     texts = [dump(includeCollectives=True, onlyActive=True) for dump in dumps]
-    return joined([parsed(text) for text in texts], torch.get_rank(), _ranks_of_groups(torch))
+    ranks = _ranks_of_groups(torch)
+    return joined([parsed(text) for text in texts], torch.get_rank(), ranks) or _counted(torch, ranks, spans)
+
+
+def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span]) -> Collectives:
+    """Return what the groups count themselves. They do not know how many of these calls have completed."""
+    names: dict[Any, str] = dict(getattr(torch.distributed_c10d._world, "pg_names", {}))
+    words = {
+        str(name): _described(getattr(group, "group_desc", ""), str(name)) for group, name in names.items()
+    }
+    groups = []
+    for group, name in names.items():
+        with suppress(RuntimeError):  # gloo of older versions, before the first call
+            begun = group._get_sequence_number_for_group()
+            own = ProcessGroup(
+                name=str(name), description=words[str(name)], ranks=ranks[str(name)], entered=begun
+            )
+            groups.append(own)
+    now_ns = time.monotonic_ns()
+    pending = []
+    for span in spans:
+        attrs = span.attrs or {}
+        group, number = str(attrs.get(GROUP)), attrs.get(SEQUENCE)
+        pending.append(
+            PendingCollective(
+                group=group,
+                description=words.get(group, group),
+                number=number if isinstance(number, int) else None,
+                op=span.stage,
+                state="started",
+                age_ns=max(0, now_ns - span.start_ns),
+            )
+        )
+    pending.sort(key=lambda call: -call.age_ns)
+    return Collectives(rank=torch.get_rank(), groups=tuple(groups), pending=tuple(pending))
 
 
 def parsed(text: str | bytes) -> Dump:
@@ -91,9 +130,9 @@ def _groups(dump: Dump, ranks: dict[str, tuple[int, ...]]) -> Iterator[ProcessGr
         config = dump.pg_config.get(name, _Group())
         yield ProcessGroup(
             name=name,
+            description=_described(config.desc, name),
             ranks=_numbers(config.ranks) or ranks.get(name, ()),
             entered=status.last_enqueued_collective,
-            completed=status.last_completed_collective,
         )
 
 
@@ -105,12 +144,16 @@ def _pending(dump: Dump) -> Iterator[PendingCollective]:
         name, description = entry.process_group
         yield PendingCollective(
             group=name,
-            description=description if description not in ("", "undefined") else name,
+            description=_described(description, name),
             number=None if entry.is_p2p else entry.collective_seq_id,
             op=entry.profiling_name.partition(":")[2] or entry.profiling_name,
             state=entry.state,
             age_ns=max(0, now_ns - entry.time_created_ns),
         )
+
+
+def _described(description: str, name: str) -> str:
+    return name if description in ("", "undefined") else description
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -106,6 +107,7 @@ def state_of(
     began, callbacks = time.monotonic(), _callbacks()
     now_ns = time.monotonic_ns()
     spans, found = _Calls(logs).read(now_ns)
+    open_ = [span for log in logs for span in log if span.end_ns is None and SEQUENCE in (span.attrs or {})]
     if callbacks:
         time.sleep(max(0.0, began + _BLOCKED_S - time.monotonic()))
     return ProcessState(
@@ -121,7 +123,7 @@ def state_of(
         tasks=found,
         counters=() if sampler is None else tuple(_counters(sampler, now_ns)),
         engines=tuple(engine_states(sampler, now_ns)),
-        collectives=in_time("reading torch's flight recorder", collectives_here, _ASK_S),
+        collectives=in_time("reading torch's flight recorder", partial(collectives_here, open_), _ASK_S),
         addresses=nccl_ras.addresses(),
     )
 
