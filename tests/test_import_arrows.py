@@ -48,6 +48,7 @@ TABLES = {
         "holds",
         "plain",
         "opened",
+        "behind",
         "waiting",
         "why",
         "formatting",
