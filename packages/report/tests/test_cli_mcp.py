@@ -6,9 +6,11 @@ import json
 import os
 import socket
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from packages.report.tests.commands import Command
@@ -20,6 +22,7 @@ from stepscope.errors import CaptureError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import Listening, read_requests, write_listening
 from stepscope_report.cli.mcp import Tools
+from stepscope_report.whatif.changes import Options
 
 
 @pytest.fixture
@@ -88,6 +91,11 @@ def test_two_runs_are_compared(root: Path) -> None:
     answer = json.loads(Tools(root).diff("sub/plain", "slow", kernels=True, fail_above="5%"))
     assert answer["gate"]["failed"]
     assert answer["kernels"]["changes"] == []
+
+
+def test_what_if_takes_all_changes_of_the_command() -> None:
+    changes = {field.name for field in msgspec.structs.fields(Options)}
+    assert changes <= signature(Tools.what_if).parameters.keys()
 
 
 def test_traces_of_others_have_a_brief_alone(root: Path) -> None:

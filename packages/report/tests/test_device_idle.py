@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,41 @@ def test_steps_are_those_that_the_user_names_else_of_the_optimizer(tmp_path: Pat
     }
     refused = command("report", folder, "--step-mark", "epoch", code=2)
     assert "train batch" in refused.err  # the names that there are
+
+
+def test_a_report_of_some_steps_is_that_of_a_recording_of_these_alone(
+    tmp_path: Path, command: Command
+) -> None:
+    """Beside the steps lie a range that holds all of them, and a trace that tells no step."""
+    parts = recorded_steps(tmp_path / "a", 30, range(8)), recorded_steps(tmp_path / "b", 30, range(2, 4))
+    around = on_host("user_annotation", "epoch", 0, 800), on_host("user_annotation", "epoch", 200, 400)
+    for folder, whole in zip(parts, around, strict=True):
+        file = folder / "rank0.json"
+        document = json.loads(file.read_bytes())
+        document["traceEvents"] = [whole, *document["traceEvents"][1:]]  # without `trace`'s own operator
+        file.write_text(json.dumps(document))
+    trace(parts[0] / "other.json", [on_host("cpu_op", "aten::mm", 0, 5)])
+    some, alone = (
+        command("report", folder, *options, "--json").json
+        for folder, options in ((parts[0], ("--step", "2-3")), (parts[1], ()))
+    )
+    assert [step["step"] for step in some["traces"]["steps"]] == [2, 3]
+    assert some["window_ns"] == alone["window_ns"]
+    labels = ([row | {"gaps": None} for row in report["labels"]] for report in (some, alone))
+    assert next(labels) == next(labels)
+    for key in ("operators", "devices"):
+        assert some["traces"][key] == alone["traces"][key], key
+    idle = sum(step["idle_ns"] for step in alone["traces"]["steps"])
+    assert sum(row["total_ns"] for row in some["gaps"]) == idle
+    # What came before and after is known, so that no gap is at the edge of the recording.
+    assert {row["kind"] for row in some["gaps"]} == {"no operator"} != {row["kind"] for row in alone["gaps"]}
+    assert [step["gaps"] for step in some["traces"]["steps"]] == [
+        {"no operator": 68_000},
+        {"no operator": 70_000},
+    ]
+    assert any("other.json" in file for file in some["traces"]["unread"])
+    command("report", parts[0], "--step", "2-3", "--json", "--jobs", "2")
+    assert "0, 1, 2, 3" in command("report", parts[0], "--step", "9", code=1).err
 
 
 def test_steps_of_two_recordings_are_compared_and_gated(tmp_path: Path, command: Command) -> None:

@@ -283,7 +283,7 @@ def test_a_command_that_needs_spans_names_the_one_that_reads_traces(tmp_path: Pa
 
 def test_options_that_need_spans_are_refused(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
-    assert "--step" in command("report", tmp_path, "--step", "2", code=2).err
+    assert "--run" in command("report", tmp_path, "--run", "mine", code=2).err
 
 
 @pytest.mark.parametrize(

@@ -181,19 +181,22 @@ class Tools:
         balance: str | None = None,
         cut_tail: str | None = None,
         tool_pool: str | None = None,
+        max_requests: str | None = None,
         staleness: int | None = None,
         overlap: str | None = None,
     ) -> str:
         """Predict how long a step would take with changes, with an error bar (JSON, in ns).
 
-        `replicas` and `tool_pool`: `+2`, `-1`, `x2` or `6`. `balance`: `length` or `load`. `cut_tail`: `p95`.
-        `staleness`: 1. `overlap`: `reward`. Of a run, its longest step is taken.
+        `replicas`, `tool_pool`, `max_requests` (at once in a replica): `+2`, `-1`, `x2` or `6`. `balance`:
+        `length` or `load`. `cut_tail`: `p95`. `staleness`: 1. `overlap`: `reward`. Of a run, its longest step
+        is taken.
         """
         options = Options(
             replicas=replicas,
             balance=balance,
             cut_tail=cut_tail,
             tool_pool=tool_pool,
+            max_requests=max_requests,
             staleness=staleness,
             overlap=overlap,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +38,7 @@ def report_plain(
     output: Path | None,
     jobs: int | None,
     step_mark: str | None = None,
+    steps: str | None = None,
     *,
     json: bool,
     brief: bool,
@@ -46,16 +47,20 @@ def report_plain(
     """Print the report of traces, write its page to `output` if it is named, and exit.
 
     Raises:
-        CommandError: a path does not exist.
+        CommandError: a path does not exist, or `steps` are asked of spans.
+        ConfigError: `steps` is no range.
         RecordError: no path holds an event of a trace.
         OSError: the page cannot be written.
     """
     expect_traces(paths)
+    wanted = _wanted(steps, "--step")
     if is_otlp(paths):
+        if wanted is not None:
+            raise CommandError("--step: spans of OpenTelemetry are one step")
         report_otlp(paths, output, json=json, brief=brief, markdown=markdown)
     total = plain_bytes(paths)
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
-        step = read_plain(paths, done, executor, step_mark)
+        step = read_plain(paths, done, executor, step_mark, wanted)
     report = Plain(step)
     if step_mark is not None and not report.steps:
         expected = f"the name of a range: {report.names()}"
@@ -95,17 +100,20 @@ def read_plain_steps(path: Path, steps: str | None, option: str, step_mark: str 
             f"{path}: no trace tells its steps. Call profiler.step() after each, or name the range that is "
             f"one step with --step-mark: {report.names()}"
         )
-    wanted = None if steps is None else parse_steps(steps, option)
-    found = plain_steps(
-        path.name,
-        report.steps,
-        lambda step: wanted is None or any(step in part for part in wanted),
-        complete=report.complete,
-    )
+    wanted = _wanted(steps, option) or (lambda _: True)
+    found = plain_steps(path.name, report.steps, wanted, complete=report.complete)
     if not found.parts:
         present = ", ".join(map(str, sorted({row.step for row in report.steps})))
         raise ConfigError(option, steps, f"steps of the traces: {present}", "name some of these")
     return found
+
+
+def _wanted(steps: str | None, option: str) -> Callable[[int], bool] | None:
+    """Return whether a step is asked for, as a function of its number, or None if none is named."""
+    if steps is None:
+        return None
+    parts = parse_steps(steps, option)
+    return lambda step: any(step in part for part in parts)
 
 
 def report_otlp(

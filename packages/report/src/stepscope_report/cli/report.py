@@ -183,7 +183,7 @@ def report(asked: Asked) -> None:
 def report_traces(asked: Asked, paths: list[Path]) -> NoReturn:
     """Print the report of traces that stepscope did not write, and exit."""
     html = asked.html or None  # --no-html asks for what is so
-    ours = {"--step": asked.step, "--run": asked.run, "--html": html, "--by": asked.by or None}
+    ours = {"--run": asked.run, "--html": html, "--by": asked.by or None}
     if given := [name for name, value in {**ours, "--ray": asked.ray}.items() if value is not None]:
         needed = f"{', '.join(given)}: only of a run or a step of stepscope"
         raise typer.BadParameter(f"{needed}, and {asked.path} is none; --output FILE writes the page")
@@ -192,6 +192,7 @@ def report_traces(asked: Asked, paths: list[Path]) -> NoReturn:
         asked.output,
         asked.jobs,
         asked.step_mark,
+        asked.step,
         json=asked.json,
         brief=asked.brief,
         markdown=asked.markdown,

@@ -42,7 +42,7 @@ from stepscope_report.timeline.activity.device_idle import Host, by_cause, in_st
 from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches
 from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
-from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
+from stepscope_report.timeline.activity.intervals import Cover, Pair, Stretches, length, unpacked
 from stepscope_report.timeline.activity.nesting import (
     NONE,
     Nesting,
@@ -88,17 +88,21 @@ Thread: TypeAlias = tuple[int | str, int | str]
 
 
 def read_trace(
-    path: Path, on_read: Callable[[int], None] | None = None, step_mark: str | None = None
+    path: Path,
+    on_read: Callable[[int], None] | None = None,
+    step_mark: str | None = None,
+    within: Pair | None = None,
 ) -> TraceContent:
     """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`.
 
     Args:
         step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
+        within: The first and the last time in us of which events are read, or None for all.
     """
-    content, unordered = _read(path, frozenset(), None, on_read, step_mark)
+    content, unordered = _read(path, frozenset(), None, on_read, step_mark, within)
     near = None if is_short(content.first_us, content.last_us) else _near(path)
     # Kineto writes a thread's operators in the order of their starts. Other threads are sorted.
-    return _read(path, unordered, near, None, step_mark)[0] if unordered or near else content
+    return _read(path, unordered, near, None, step_mark, within)[0] if unordered or near else content
 
 
 def is_short(first_us: float | None, last_us: float | None) -> bool:
@@ -247,11 +251,14 @@ class Reading:
         sort: frozenset[Thread],
         near: tuple[float, float] | None = None,
         step_mark: str | None = None,
+        within: Pair | None = None,
     ) -> None:
         """Args:
         near: The first and the last believed time in us, or None for all.
         step_mark: The same as in `read_trace`.
+        within: The same as in `read_trace`.
         """
+        self._within = within
         self.notes = notes
         self.times: list[float] = []
         """Times in us of the file's first events, which tell its clock."""
@@ -324,9 +331,47 @@ class Reading:
         known.add(call.dur_us)
 
     def is_near(self, start: float, dur: float) -> bool:
-        return self._near[0] <= start and start + dur <= self._near[1]
+        inside = self._within is None or self._within[0] <= start < self._within[1]
+        return inside and self._near[0] <= start and start + dur <= self._near[1]
+
+    def _cut(self, events: Iterable[Event], within: Pair) -> Iterator[Event]:
+        """Yield what lies within a time: of events that reach beyond it, the part inside. The others may be
+        causes of gaps inside.
+        """
+        first, last = within
+        for event in events:
+            if isinstance(event, Complete):
+                start, end = max(event.ts, first), min(event.ts + event.dur, last)
+                if end - start > _BESIDE or (event.dur <= _BESIDE and first <= event.ts < last):
+                    event.ts, event.dur = start, end - start
+                    yield event
+                elif event.dur >= 0 and self._near[0] <= event.ts and event.ts + event.dur <= self._near[1]:
+                    self._tell_host(event)
+            elif not isinstance(event, _Instant) or first <= event.ts <= last:
+                yield event
+
+    def _tell_host(self, event: Complete) -> None:
+        """Add an event to what explains gaps alone."""
+        name, start, dur, host = event.name, event.ts, event.dur, self._host
+        if event.cat in DEVICE:
+            about = _about(event)
+            key = event.pid if about.device is None else about.device
+            talks = work_of(event.cat, name) == "communication"
+            host.devices[key].add(start, start + dur, about.correlation, event.tid, talks=talks)
+        elif event.cat in _RUNTIME:
+            host.call(name, start, dur, host.thread((event.pid, event.tid)), _about(event).correlation)
+        elif event.cat in _FRAMES:
+            host.frame(name, start, dur, host.thread((event.pid, event.tid)))
+        elif event.cat in _ANNOTATIONS and is_collective(name):
+            host.collective(name, start, dur)
+        elif event.cat in _ANNOTATIONS or (event.cat in _OPERATORS and is_range(name)):
+            host.mark(name, start, dur)
+        elif event.cat in _OPERATORS:
+            host.operator(name, start, dur, host.thread((event.pid, event.tid)))
 
     def take(self, events: Sequence[Event]) -> None:
+        if self._within is not None:
+            events = list(self._cut(events, self._within))
         self.events += len(events)
         if len(self.times) < FEW:
             self.times += starts(events)
@@ -524,8 +569,13 @@ class Reading:
         doubts = [*self._launches.doubts(), (UNSYNCED, self._host.unsynced())]
         for what, number in filter(itemgetter(1), doubts):
             self.notes.events(what, number)
+        if self._within is not None:
+            self.seen(*self._within)
         steps = self._steps.finish(map(_stretches, self.devices.values()))
         gaps = self._host.gaps(self.first, self.last)
+        if self._within is not None:
+            last = self._within[1]
+            gaps = [gap._replace(end=min(gap.end, last)) for gap in gaps if gap.start < last]
         inside = in_steps(gaps, [(step.start_us, step.start_us + step.dur_us) for step in steps])
         for step, kinds in zip(steps, inside, strict=True):
             step.idle = kinds
@@ -581,9 +631,10 @@ def _read(
     near: tuple[float, float] | None,
     on_read: Callable[[int], None] | None,
     step_mark: str | None,
+    within: Pair | None,
 ) -> tuple[TraceContent, frozenset[Thread]]:
     trace = ChromeTrace(path)
-    reading = Reading(trace.notes, sort, near, step_mark)
+    reading = Reading(trace.notes, sort, near, step_mark, within)
     fields = trace.read(reading.parse, reading.take, on_read)
     fields = msgspec.structs.replace(fields, base_ns=wall_base(fields.base_ns, middle(reading.times)))
     return reading.finish(fields), frozenset(reading.unordered)

@@ -29,6 +29,7 @@ from stepscope_report.timeline.activity.content_reader import (
     read_trace,
     starts,
 )
+from stepscope_report.timeline.activity.intervals import Pair
 from stepscope_report.timeline.clocks.wall import NOT_NEAR, Hours, is_near, middle, wall_base
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import FileProblem, Timeline
@@ -45,7 +46,7 @@ from stepscope_report.timeline.readers.contract import (
     failure_noted,
     undeclared,
 )
-from stepscope_report.timeline.readers.nccl_inspector import InspectorReader, read_calls
+from stepscope_report.timeline.readers.nccl_inspector import InspectorReader, read_inspected
 from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of, offset_at
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
 
@@ -64,12 +65,13 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     torch: bool
     """True for a torch trace; False if an installed reader reads the file."""
     step_mark: str | None = None
+    within: Pair | None = None
 
 
 def read_part(part: TracePart) -> list[ProcessContent]:
     trace = TraceFile(part.path, part.name, part.sidecar)
     reader = None if part.torch else Readers().claim(trace.found_file)[0]
-    return _read_here(trace._replace(reader=reader), None, part.step_mark)
+    return _read_here(trace._replace(reader=reader), None, part.step_mark, part.within)
 
 
 def read_all(
@@ -78,17 +80,19 @@ def read_all(
     executor: Executor | None = None,
     digests: Digests | None = None,
     step_mark: str | None = None,
+    within: Mapping[Path, Pair] = {},
 ) -> list[list[ProcessContent]]:
     """Return what each file holds of each of its processes, in the order of `traces`.
 
     Args:
         digests: Holds the content of traces that were read before; the content of the others is added.
         step_mark: The same as in `read_trace`.
+        within: The times of which files are read, the same as in `read_trace`.
     """
     contents = {} if digests is None else _kept(traces, digests, on_read)
     missing = [trace for trace in traces if trace.path not in contents]
     stamps = {} if digests is None else {trace.path: digests.stamps([trace.path]) for trace in missing}
-    with closing(_read(missing, on_read, executor, step_mark)) as parts:
+    with closing(_read(missing, on_read, executor, step_mark, within)) as parts:
         for trace, content in zip(missing, parts, strict=True):
             if isinstance(content, Lost):
                 contents[trace.path] = _alone(nothing_read(f"not read: {content.why}"))
@@ -117,13 +121,21 @@ def _read(
     on_read: Callable[[int], None] | None,
     executor: Executor | None,
     step_mark: str | None,
+    within: Mapping[Path, Pair],
 ) -> Generator[list[ProcessContent] | Lost, None, None]:
     if executor is None:
         for trace in traces:
-            yield _read_here(trace, on_read, step_mark)
+            yield _read_here(trace, on_read, step_mark, within.get(trace.path))
         return
     parts = [
-        TracePart(path=path, name=name, sidecar=sidecar, torch=reader is None, step_mark=step_mark)
+        TracePart(
+            path=path,
+            name=name,
+            sidecar=sidecar,
+            torch=reader is None,
+            step_mark=step_mark,
+            within=within.get(path),
+        )
         for path, name, sidecar, reader in traces
     ]
     with closing(results(executor, read_part, parts, [[trace.path] for trace in traces])) as contents:
@@ -134,24 +146,16 @@ def _read(
 
 
 def _read_here(
-    trace: TraceFile, on_read: Callable[[int], None] | None, step_mark: str | None
+    trace: TraceFile, on_read: Callable[[int], None] | None, step_mark: str | None, within: Pair | None
 ) -> list[ProcessContent]:
     if trace.reader is None:
-        return _alone(read_trace(trace.path, on_read, step_mark))
+        return _alone(read_trace(trace.path, on_read, step_mark, within))
     if isinstance(trace.reader, InspectorReader):
-        return _alone(_read_inspected(trace.path, on_read))
-    contents = _read_recording(trace.reader, trace.found_file, step_mark)
+        return _alone(read_inspected(trace.path, on_read))
+    contents = _read_recording(trace.reader, trace.found_file, step_mark, within)
     if on_read is not None:
         on_read(size_of(trace.path))
     return contents
-
-
-def _read_inspected(path: Path, on_read: Callable[[int], None] | None) -> TraceContent:
-    """Return the content of a file of NCCL's Inspector. It has no times."""
-    notes = Notes()
-    sized, lines, written_ns = read_calls(path, notes, on_read)
-    empty = Reading(notes, frozenset()).finish(TraceFields(base_ns=written_ns))
-    return msgspec.structs.replace(empty, events=lines, sized=sized)
 
 
 def _alone(content: TraceContent) -> list[ProcessContent]:
@@ -167,13 +171,15 @@ class ProcessContent(msgspec.Struct, kw_only=True):
     """`base_ns` is the time of the file at which its times begin, or None if its clock is unknown."""
 
 
-def _read_recording(reader: Reader, file: FoundFile, step_mark: str | None = None) -> list[ProcessContent]:
+def _read_recording(
+    reader: Reader, file: FoundFile, step_mark: str | None = None, within: Pair | None = None
+) -> list[ProcessContent]:
     """Read a recording. One that cannot be read raises no exception; see `TraceContent.problems`."""
-    contents = _Contents(reader, file, {}, None, step_mark)
+    contents = _Contents(reader, file, {}, None, step_mark, within)
     near = None if contents.is_short() else contents.hours.near()
     unordered = {pid: frozenset(reading.unordered) for pid, reading in contents.readings.items()}
     if near or any(unordered.values()):  # threads whose operators do not come by their starts are sorted
-        contents = _Contents(reader, file, unordered, near, step_mark)
+        contents = _Contents(reader, file, unordered, near, step_mark, within)
     return contents.finish()
 
 
@@ -187,8 +193,10 @@ class _Contents:
         sort: dict[int | None, frozenset[Thread]],
         near: tuple[float, float] | None,
         step_mark: str | None,
+        within: Pair | None,
     ) -> None:
         self._step_mark = step_mark
+        self._within = within
         self._notes = Notes()
         self._sort = sort
         self._near = near
@@ -235,7 +243,7 @@ class _Contents:
         reading = self.readings.get(pid)
         if reading is None:
             reading = self.readings[pid] = Reading(
-                Notes(), self._sort.get(pid, frozenset()), self._near, self._step_mark
+                Notes(), self._sort.get(pid, frozenset()), self._near, self._step_mark, self._within
             )
         self.hours.add(starts(events))
         reading.take(events)

@@ -17,9 +17,11 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope_report.timeline.activity.content import SizedCalls
+from stepscope_report.timeline.activity.content import SizedCalls, TraceContent
+from stepscope_report.timeline.activity.content_reader import Reading
 from stepscope_report.timeline.clocks.wall import is_wall
 from stepscope_report.timeline.readers.blocks import read_blocks
+from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.readers.contract import Claim, Event, FoundFile, Notes, Origin, Recording
 
 NO_RECORD = "lines that are no record of NCCL's Inspector"
@@ -89,7 +91,7 @@ class InspectedCalls(NamedTuple):
 
 
 class InspectorReader:
-    """Files `HOST-pidN.log` of the Inspector plugin. Reports read them by `read_calls`."""
+    """Files `HOST-pidN.log` of the Inspector plugin. Reports read them by `read_inspected`."""
 
     name = "nccl_inspector"
 
@@ -144,6 +146,14 @@ def read_calls(path: Path, notes: Notes, on_read: Callable[[int], None] | None =
         known.add(call.exec_time_us)
     written_ns = None if written_us is None or not is_wall(written_us * 1000) else written_us * 1000
     return InspectedCalls(list(sums.values()), lines, written_ns)
+
+
+def read_inspected(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
+    """Return the content of a file, without times."""
+    notes = Notes()
+    sized, lines, written_ns = read_calls(path, notes, on_read)
+    empty = Reading(notes, frozenset()).finish(TraceFields(base_ns=written_ns))
+    return msgspec.structs.replace(empty, events=lines, sized=sized)
 
 
 def _decoded(text: bytes) -> _Line | None:

@@ -2,6 +2,8 @@
 
 Each process is known by its traces alone. Its rank is taken from `distributedInfo` or from the recording;
 else from names of files and folders, as `trace_names` reads them; else it is unknown.
+
+One file above 500 lines: which files are traces, of whom, of which steps and on which clock is one question.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +25,9 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below
-from stepscope_report.timeline.activity.content import TraceContent
+from stepscope_report.timeline.activity.content import ProfilerStep, TraceContent
 from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
+from stepscope_report.timeline.activity.intervals import Pair
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks.align import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine
@@ -109,19 +113,24 @@ def read_plain(
     on_read: Callable[[int], None] | None = None,
     executor: Executor | None = None,
     step_mark: str | None = None,
+    steps: Callable[[int], bool] | None = None,
 ) -> PlainStep:
     """Return the traces in files and folders as one step. Writes nothing.
 
     Args:
         step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
+        steps: True for the numbers of the program's steps that are read, from the first to the last of them;
+            None to read all that was recorded. A trace without such a step is left out.
 
     Raises:
-        RecordError: no file holds an event of a trace.
+        RecordError: no file holds an event of a trace, or none has such a step.
     """
     root = _root(paths)
     below = _found(paths, root)
-    files, traces, contents = StepFiles([], below.unread, below.problems, [], []), list[_Trace](), []
     read = read_all(below.traces, on_read, executor, step_mark=step_mark)
+    if steps is not None:
+        below, read = _only(below, read, steps, partial(read_all, executor=executor, step_mark=step_mark))
+    files, traces, contents = StepFiles([], below.unread, below.problems, [], []), list[_Trace](), []
     for trace, held in zip(below.traces, read, strict=True):
         problems = [(what, events) for one in held for what, events in one.content.problems.items()]
         rows = None if trace.reader is not None else _rows_of(trace.path, trace.found_file.head())
@@ -145,6 +154,36 @@ def read_plain(
         reasons = "; ".join([*files.unread, *(f"{one.file}: {one.what}" for one in files.problems)][:3])
         raise RecordError(f"no trace in {', '.join(map(str, paths))} ({reasons or 'no such files'})")
     return PlainStep(_timeline(root, traces), files, contents)
+
+
+def _only(
+    below: StepFiles,
+    read: Sequence[list[ProcessContent]],
+    wanted: Callable[[int], bool],
+    read_again: Callable[..., list[list[ProcessContent]]],
+) -> tuple[StepFiles, list[list[ProcessContent]]]:
+    """Return the traces with a step that is wanted, and what was recorded in these steps."""
+    kept, within, known = dict[Path, TraceFile](), dict[Path, Pair](), set[int | None]()
+    steps: dict[tuple[Path, int | None], list[ProfilerStep]] = {}
+    for trace, held in zip(below.traces, read, strict=True):
+        told, said = [step for one in held for step in one.content.steps], named(trace.name).step
+        known |= {step.number for step in told} or {said}
+        own = [step for step in told if wanted(step.number)]
+        if own:
+            begun, ended = min(one.start_us for one in own), max(one.start_us + one.dur_us for one in own)
+            within[trace.path] = begun, ended
+        if own or (not told and said is not None and wanted(said)):
+            kept[trace.path] = trace
+            steps |= {(trace.path, one.pid): one.content.steps for one in held}
+    if not kept:
+        present = ", ".join(map(str, sorted(known - {None})))  # type: ignore[type-var]  # without None
+        raise RecordError(f"no trace has such a step; they have {present or 'none that is told'}")
+    left_out = [f"{trace.name}: of no such step" for trace in below.traces if trace.path not in kept]
+    again = read_again([*kept.values()], within=within)
+    for path, held in zip(kept, again, strict=True):
+        for one in held:  # numbers count from the trace's beginning
+            one.content.steps = [step for step in steps[path, one.pid] if wanted(step.number)]
+    return below._replace(traces=[*kept.values()], unread=[*below.unread, *left_out]), again
 
 
 def _found(paths: Sequence[Path], root: Path) -> StepFiles:
