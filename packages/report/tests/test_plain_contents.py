@@ -11,7 +11,15 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.test_plain_traces import BASE_NS, kernel, trace
-from stepscope_report.timeline.activity.doubts import EARLY, LOST, OVERRUN, UNSYNCED
+from stepscope_report.timeline.activity.doubts import (
+    EARLY,
+    LOST,
+    NO_SIZES,
+    OVERRUN,
+    SHARED_NUMBER,
+    UNRECORDED,
+    UNSYNCED,
+)
 
 
 def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Command) -> None:
@@ -168,6 +176,75 @@ def test_torchs_own_validator_doubts_the_same_times(tmp_path: Path, doubt: str, 
     ]
     _, violations = validator.validate_trace(str(trace(tmp_path / "rank0.json", events)))
     assert {violation.rule_name for violation in violations} == {rule}
+
+
+def on_host(cat: str, name: str, start_us: float, **args: object) -> dict[str, Any]:
+    return {
+        "ph": "X", "cat": cat, "name": name, "pid": 100, "tid": 100, "ts": start_us, "dur": 2.0, "args": args,
+    }  # fmt: skip
+
+
+def waits_for(start_us: float, record: int, kind: str = "Stream Wait Event") -> dict[str, Any]:
+    args = {"cuda_sync_kind": kind, "wait_on_cuda_event_record_corr_id": record, "stream": 7, "device": 0}
+    return on_host("cuda_sync", kind, start_us, **args)
+
+
+def records(start_us: float, number: int) -> dict[str, Any]:
+    return on_host("cuda_runtime", "cudaEventRecord", start_us, correlation=number)
+
+
+SIZES = {
+    "Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8, "Out msg nelems": 8,
+    "Group size": 2,
+}  # fmt: skip
+BACKWARD = "autograd::engine::evaluate_function: {}Backward0"
+UNLINKED: dict[str, tuple[str, int, list[dict[str, Any]]]] = {
+    "_check_stream_wait_corr_id_populated": (
+        UNRECORDED, 40,
+        [waits_for(9.0 * n, -1, ("Event Sync", "Stream Wait Event")[n % 2]) for n in range(40)],
+    ),
+    "_check_stream_wait_corr_id_in_past": (
+        UNRECORDED, 30,
+        [
+            *(records(100.0 * n + (0 if n < 20 else 90), n) for n in range(40)),  # half of them late
+            *(waits_for(100.0 * n + 50, n) for n in range(50)),  # and ten without a record
+        ],
+    ),
+    "_check_nccl_metadata": (
+        NO_SIZES, 5,
+        [
+            on_host("cpu_op", "record_param_comms", 10.0 * n, **dict([*SIZES.items()][: 5 - (n % 4 == 0)]))
+            for n in range(20)
+        ],
+    ),
+    "_check_backward_seq_id_uniqueness": (
+        SHARED_NUMBER, 25,
+        [
+            on_host("cpu_op", BACKWARD.format(name), at * 10.0, **{"Sequence number": 1 + at % 50})
+            for name, several in (("Mm", 100), ("Add", 25))
+            for at in range(several)
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+@pytest.mark.parametrize("rule", UNLINKED)
+def test_links_are_doubted_as_torchs_own_validator_does(
+    tmp_path: Path, command: Command, rule: str, shapes: bool
+) -> None:
+    """No time depends on them: numbers carry no mark."""
+    doubt, number, events = UNLINKED[rule]
+    if shapes:
+        events = [event | {"args": event["args"] | {"Input Dims": [[2]]}} for event in events]
+    file = trace(tmp_path / "rank0.json", [*events, launch(1, 9000), launched(10, 50, 9000)])
+    report = command("report", tmp_path, "--json", code=3).json
+    problems = {problem["what"]: problem["events"] for problem in report["traces"]["problems"]}
+    assert problems == {doubt: number}
+    assert not any(row["doubted"] for row in report["traces"]["devices"])
+    validator = pytest.importorskip("torch.profiler._trace_validator", reason="torch before 2.12")
+    violations = [violation.rule_name for violation in validator.validate_trace(str(file))[1]]
+    assert violations == [rule] * number
 
 
 def test_a_sound_trace_has_no_doubt(tmp_path: Path, command: Command) -> None:

@@ -19,7 +19,7 @@ from stepscope_report.sections.operators import DeviceRow, TraceTables
 from stepscope_report.table import grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
-from stepscope_report.timeline.activity.doubts import DOUBTS
+from stepscope_report.timeline.activity.doubts import DOUBTS, LINKS
 
 
 class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ IN_DOUBT = "in doubt: see Can these traces be believed?"
 def trace_advice(evidence: TraceEvidence) -> tuple[Advice, ...]:
     """Return what the rules say: alarms first, then the largest possible saving."""
     said: Iterable[Advice] = (advice for rule in RULES for advice in rule(evidence))
-    if any(activity.content.problems for activity in evidence.activities):
+    if any(activity.content.problems.keys() - LINKS for activity in evidence.activities):
         said = (msgspec.structs.replace(advice, because=(*advice.because, IN_DOUBT)) for advice in said)
     return tuple(sorted(said, key=lambda advice: (advice.kind != "alarm", -(advice.saves_ns or 0))))
 

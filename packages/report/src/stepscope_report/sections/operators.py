@@ -21,6 +21,7 @@ from stepscope_report.sections.profiler_steps import ProfilerStepRow, profiler_s
 from stepscope_report.stragglers import StragglerRow, stragglers
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import FileProblem, TraceActivity, Traces
+from stepscope_report.timeline.activity.doubts import LINKS
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
@@ -144,7 +145,7 @@ def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
 
 def doubted_processes(activities: Iterable[TraceActivity]) -> frozenset[str]:
     """Return the processes with a trace of which something was lost or timed wrong."""
-    return frozenset(activity.name for activity in activities if activity.content.problems)
+    return frozenset(activity.name for activity in activities if activity.content.problems.keys() - LINKS)
 
 
 def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:

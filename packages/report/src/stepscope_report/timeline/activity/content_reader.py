@@ -17,6 +17,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain
 from operator import itemgetter, or_
@@ -39,7 +40,7 @@ from stepscope_report.timeline.activity.content import (
     Work,
 )
 from stepscope_report.timeline.activity.device_idle import Host, by_cause, in_steps
-from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches
+from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches, Links
 from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Cover, Pair, Stretches, length, unpacked
@@ -71,6 +72,7 @@ _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE
 """Names of copies from the host: Kineto's, ROCm's and those of nsys."""
 _NCCL_CALLS = frozenset({"COLL", "P2P"})
 _SYNCS = frozenset({"cuda_sync"})
+_COMMS = "record_param_comms"
 _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
@@ -161,11 +163,25 @@ class _DeviceArgs(msgspec.Struct, gc=False):
     node: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="graph node id")
 
 
+class _LinkArgs(_DeviceArgs, gc=False):
+    """Numbers and fields by which `Links` judges operators and waits."""
+
+    sync: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="cuda_sync_kind")
+    record: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="wait_on_cuda_event_record_corr_id")
+    sequence: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Sequence number")
+    thread: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Fwd thread id")
+    op: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Collective name")
+    dtype: msgspec.Raw = msgspec.Raw()
+    sent: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="In msg nelems")
+    received: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Out msg nelems")
+    members: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Group size")
+
+
 class _Plain(Complete, tag_field="ph", tag="X", gc=False):
     args: msgspec.Raw = msgspec.Raw()
 
 
-class _Args(_DeviceArgs, gc=False):
+class _Args(_LinkArgs, gc=False):
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(NONE), name="Input Dims")
 
 
@@ -210,6 +226,17 @@ def _number(raw: msgspec.Raw) -> int | None:
     return int(text) if text.isdigit() and len(text) < 16 else None
 
 
+def _links(event: Complete) -> _LinkArgs:
+    if isinstance(event, _Shaped) and event.args is not None:
+        return event.args
+    if isinstance(event, _Plain) and event.args:
+        with suppress(msgspec.DecodeError):
+            return _link_args(event.args)
+    return _NO_LINKS
+
+
+_NO_LINKS = _LinkArgs()
+_link_args = msgspec.json.Decoder(_LinkArgs).decode
 _NOTHING_SAID = _About(None, -1, 0)
 _device_args = msgspec.json.Decoder(_DeviceArgs).decode
 
@@ -282,7 +309,7 @@ class Reading:
         self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.flops = FlopCounter()
-        self._launches = Launches()
+        self._launches, self._links = Launches(), Links()
         self._host, self._labels = Host(), Labels()
         self._begun: dict[tuple[int | str, str, int | str], tuple[str, float]] = {}
         """{process, category and id of an asynchronous event: (name, start)}, until it ends."""
@@ -431,12 +458,23 @@ class Reading:
             self._host.operator(event.name, event.ts, event.dur, thread)
             if event.name.startswith(BACKWARD):
                 self._steps.add_backward(event.ts, event.dur)
+                said = _links(event)
+                if (sequence := _number(said.sequence)) is not None:
+                    self._links.backward(event.name, _number(said.thread) or 0, sequence)
+            elif event.name == _COMMS:
+                said = _links(event)
+                known = (said.op, said.dtype, said.sent, said.received, said.members)
+                self._links.collective(complete=all(map(bytes, known)))
         self._open(event, key)
 
     def _wait(self, event: Complete) -> None:
         device = _about(event).device
         if event.name == "Stream Synchronize" and device is not None and isinstance(event.tid, int):
             self._host.wait(device, event.tid, event.ts)
+        said = _links(event)
+        record, kind = _number(said.record), bytes(said.sync)
+        if kind == b'"Stream Wait Event"' or (kind == b'"Event Sync"' and record is None):
+            self._links.wait(event.ts, record)
 
     def _frame(self, event: Complete) -> None:
         thread = self._host.thread((event.pid, event.tid))
@@ -511,6 +549,7 @@ class Reading:
         thread = self._host.thread((event.pid, event.tid))
         self._host.call(event.name, event.ts, event.dur, thread, correlation)
         self._launches.call(event.name, event.ts, correlation)
+        self._links.call(event.name, event.ts, correlation)
 
     def _annotation(self, event: Complete) -> None:
         if is_collective(event.name):
@@ -566,7 +605,7 @@ class Reading:
         on_cpu = Stretches(sorted(chain.from_iterable(calls)))
         if self._begun:
             self.notes.events("collectives that never ended", len(self._begun))
-        doubts = [*self._launches.doubts(), (UNSYNCED, self._host.unsynced())]
+        doubts = [*self._launches.doubts(), (UNSYNCED, self._host.unsynced()), *self._links.doubts()]
         for what, number in filter(itemgetter(1), doubts):
             self.notes.events(what, number)
         if self._within is not None:

@@ -1,4 +1,4 @@
-"""Doubts about what a profiler recorded of a device, each with its number of events.
+"""Doubts about what a profiler recorded, each with its number of events.
 
 A launch has a kernel, which begins after it, and a stream runs its kernels one after another. A trace in
 which that does not hold lost events, or has wrong times: its busy times and idle times are not to be trusted.
@@ -16,6 +16,11 @@ EARLY = "kernels that begin before their launch: the device's clock is wrong"
 OVERRUN = "kernels that last on while their stream runs the next ones: durations are wrong"
 UNSYNCED = "kernels that run on while a wait for their stream begins: the device's clock is wrong"
 """`torch.profiler._trace_validator` has this rule too, and that of `EARLY`."""
+UNRECORDED = "waits for a CUDA event whose record is not known, or is later than the wait"
+NO_SIZES = "collectives without their group, type or size: bandwidths lack them"
+SHARED_NUMBER = "numbers of the forward pass that several operators of the backward pass share"
+LINKS = frozenset({UNRECORDED, NO_SIZES, SHARED_NUMBER})
+"""The validator's other rules: links between events are wrong, on which no time depends."""
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
@@ -27,6 +32,9 @@ _EARLY_US = 10.0
 _OVERLAP = 10
 """A tenth of a stream's time in which two kernels run is a doubt: a kernel may begin early, at the end of the
 one before."""
+
+
+_RECORD = re.compile(r"cudaEventRecord(WithFlags)?(_ptsz)?")
 
 
 class Starts:
@@ -78,6 +86,59 @@ class _Stream:
             self.overruns += self.begun == 2
         if start_us + dur_us > self.end_us:
             self.end_us, self.begun = start_us + dur_us, 0
+
+
+class Links:
+    """Links between events, by the numbers that these state, as torch's validator checks them.
+
+    Sequence numbers count in each thread of the forward pass, which the validator leaves out.
+    """
+
+    def __init__(self) -> None:
+        self._recorded = Starts()
+        self._waits = array("d")
+        """The moment and the awaited record (-1 if it is not said) of each wait in turn."""
+        self._calls = self._without = 0
+        self._names: dict[str, int] = {}
+        self._backward: dict[int, Starts] = defaultdict(Starts)
+        """{thread of the forward pass: {sequence number: number of a name, or -1 for several names}}"""
+        self._shared = 0
+
+    def call(self, name: str, start_us: float, correlation: int) -> None:
+        """Add a call into CUDA."""
+        if correlation >= 0 and _RECORD.fullmatch(name):
+            self._recorded.add(correlation, start_us)
+
+    def wait(self, start_us: float, record: int | None) -> None:
+        """Add a wait for a CUDA event that was recorded by the call with this correlation."""
+        self._waits.extend((start_us, -1 if record is None else record))
+
+    def collective(self, *, complete: bool) -> None:
+        """Add a collective. `complete`: it states its kind, group, type and sizes."""
+        self._calls += 1
+        self._without += not complete
+
+    def backward(self, name: str, thread: int, sequence: int) -> None:
+        """Add an operator of the backward pass with the sequence number of its forward operator."""
+        own, known = self._names.setdefault(name, len(self._names)), self._backward[thread].get(sequence)
+        if known is None or known not in (own, -1):
+            self._shared += known is not None
+            self._backward[thread].add(sequence, own if known is None else -1)
+
+    def doubts(self) -> Iterator[tuple[str, int]]:
+        """Yield each doubt with its number of events. At a recording's edges records may lack, and torch
+        before 2.2 states no sizes at all.
+        """
+        unrecorded = 0
+        for at in range(0, len(self._waits), 2):
+            recorded_us = self._recorded.get(int(self._waits[at + 1])) if self._waits[at + 1] >= 0 else None
+            unrecorded += recorded_us is None or recorded_us > self._waits[at]
+        if unrecorded > _FEW and unrecorded * _SHARE > len(self._waits) // 2:
+            yield UNRECORDED, unrecorded
+        if 0 < self._without < self._calls:
+            yield NO_SIZES, self._without
+        if self._shared > _FEW:
+            yield SHARED_NUMBER, self._shared
 
 
 class Launches:
