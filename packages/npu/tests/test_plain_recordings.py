@@ -140,3 +140,22 @@ def test_a_report_of_folders_of_torch_npu_has_the_times_of_a_sweep(tmp_path: Pat
 def test_a_raw_recording_of_others_is_named_with_the_fix(tmp_path: Path, command: Command) -> None:
     folder_of(tmp_path, 0)
     assert "not analysed" in " ".join(command("report", tmp_path, code=1).err.split())
+
+
+def test_launches_of_a_text_recording_tell_what_was_queued(tmp_path: Path, command: Command) -> None:
+    """Its CANN layer and its device name a launch by `connection_id`, in us: launch, start and end."""
+    kernels = [(0, 10, 20), (5, 30, 40), (45, 60, 70)]
+    names = [(1, "Ascend Hardware", "Stream 3"), (2, "CANN", "Thread 9")]
+    events: list[dict[str, object]] = []
+    for pid, layer, thread in names:
+        for kind, name in (("process_name", layer), ("thread_name", thread)):
+            events.append({"ph": "M", "name": kind, "pid": pid, "tid": 3, "args": {"name": name}})
+    for number, (launch, start, end) in enumerate(kernels):
+        for pid, name, begun, ended in ((2, "launch", launch, launch + 1), (1, "MatMul", start, end)):
+            args = {"connection_id": number} | ({"Task Type": "AI_CORE"} if pid == 1 else {})
+            ts, dur = us(AT + 1000 * begun), float(ended - begun)
+            events.append({"ph": "X", "name": name, "pid": pid, "tid": 3, "ts": ts, "dur": dur, "args": args})
+    (folder_of(tmp_path, 0) / "trace_view.json").write_text(json.dumps(events))
+    rows = command("report", tmp_path, "--json").json["gaps"]
+    found = {row["kind"]: row["total_ns"] for row in rows}
+    assert (found["queued"], found["no operator"]) == (10_000, 20_000)

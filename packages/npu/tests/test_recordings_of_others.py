@@ -70,6 +70,45 @@ def test_free_time_between_the_first_and_the_last_work_is_that_of_ascends_analys
     assert (span_ns - union_ns(work)) / 1000 == pytest.approx(answers(folder)["free"], rel=0.01)
 
 
+@pytest.mark.parametrize("folder", RECORDINGS[:2], ids=lambda folder: folder.name)
+def test_gaps_that_were_queued_or_waited_for_are_those_of_the_database(
+    folder: Path, command: Command
+) -> None:
+    """Of each gap, the launch of the work that ends it, and the waits for a stream, by their own queries."""
+    output = folder / "ASCEND_PROFILER_OUTPUT"
+    (file,) = output.glob("ascend_pytorch_profiler_*.db")
+    with closing(sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)) as database:
+        launches = dict(
+            database.execute("SELECT connectionId, MIN(CAST(startNs AS INT)) FROM CANN_API GROUP BY 1")
+        )
+        waits = database.execute(
+            "SELECT CAST(startNs AS INT), CAST(endNs AS INT) FROM CANN_API JOIN STRING_IDS s ON s.id = name"
+            " WHERE s.value LIKE 'aclrtSynchronize%'"
+        ).fetchall()
+        work = database.execute(
+            "SELECT CAST(t.startNs AS INT), CAST(t.endNs AS INT), t.connectionId FROM TASK t"
+            " JOIN STRING_IDS s ON s.id = t.taskType WHERE s.value LIKE '%MEMCPY%' OR s.value LIKE 'SDMA%'"
+            " OR t.globalTaskId IN (SELECT globalTaskId FROM COMPUTE_TASK_INFO)"
+            " UNION ALL SELECT CAST(startNs AS INT), CAST(endNs AS INT), connectionId FROM COMMUNICATION_OP"
+        ).fetchall()
+    queued = waited = until = 0
+    for start, end, connection in sorted(work):
+        launch = launches[connection]
+        if until and start > until:
+            if launch <= until:
+                queued += start - until
+            elif any(begun <= until and until - 1000 <= ended <= launch + 1000 for begun, ended in waits):
+                waited += start - until
+        until = max(until, end)
+    rows = command("report", folder, "--json").json["gaps"]
+    found = {kind: sum(row["total_ns"] for row in rows if row["kind"] == kind) for kind in _KINDS}
+    assert found == {"queued": pytest.approx(queued), "synchronisation": pytest.approx(waited), "unknown": 0}
+    assert queued > 0 < waited
+
+
+_KINDS = ("queued", "synchronisation", "unknown")
+
+
 def _work(folder: Path) -> Iterator[Slice]:
     readers = Readers()
     for path in sorted((folder / "ASCEND_PROFILER_OUTPUT").iterdir()):

@@ -113,7 +113,8 @@ class Database:
         ):
             key = ("CANN", _pid(thread), _tid(thread))
             yield from self._declare(key, f"CANN thread {_tid(thread)}", 200, overlapping=True)
-            yield self._slice(key, self._name(name), start, dur, "cuda_runtime")
+            args: dict[str, object] = {"correlation": connection}
+            yield self._slice(key, self._name(name), start, dur, "cuda_runtime", args)
             if linked.get(connection) == start - self._shift_ns:
                 yield self._flow(key, start, connection, "start")
 
@@ -129,7 +130,7 @@ class Database:
             yield from self._declare(key, f"{npu} stream {stream}", 300, overlapping=True, device=npu)
             task_type = self._name(kind)
             name, collective = operator_of(task), collective_of(task)
-            args: dict[str, object] = {"Task Type": task_type}
+            args: dict[str, object] = {"Task Type": task_type, "correlation": connection}
             if name is not None:
                 category: str | None = "kernel"
             else:
@@ -157,13 +158,14 @@ class Database:
         return {category for category, place in tables.items() if self._first(*place) is not None}
 
     def _communication(self) -> Iterator[Event]:
-        wanted = ("opName", "groupName", "deviceId")
-        for start, dur, name, group, device in self._rows("COMMUNICATION_OP", *wanted):
+        wanted = ("opName", "groupName", "deviceId", "connectionId")
+        for start, dur, name, group, device, connection in self._rows("COMMUNICATION_OP", *wanted):
             key = ("communication", group, device)
             npu = f"NPU {self._device if device is None else device}"
             label = f"Communication {self._name(group)}"
             yield from self._declare(key, label, 400, overlapping=True, device=npu)
-            yield self._slice(key, self._name(name), start, dur, "communication")
+            args: dict[str, object] = {"correlation": connection}
+            yield self._slice(key, self._name(name), start, dur, "communication", args)
 
     def _completed(self, origin: Origin) -> Origin:
         """Return the origin completed with the host and the rank that the file names, and store the file's

@@ -36,7 +36,8 @@ ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 """Causes that HolisticTraceAnalysis calls `host_wait`."""
 
 _SYNC = re.compile(
-    r"\w*(Synchronize|SynchronizeWithTimeout)(_\w+)?|(cu|cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol)?(_\w+)?"
+    r"\w*Synchronize(Stream|Device|Event)?(WithTimeout)?(_\w+)?"
+    r"|(cu|cuda|hip|aclrt)Memcpy(2D|3D|2d|ToSymbol|FromSymbol)?(_\w+)?"
 )
 _ALLOCATES = re.compile(
     r"(cu|cuda|hip|aclrt)(Mem)?(Malloc|Free|Alloc|Create|Map|Unmap|Release|AddressReserve|SetAccess)\w*"

@@ -222,7 +222,8 @@ class _Contents:
             return  # the host's view of work that a device's own track has too
         if self._base_ns is None:
             self._base_ns = event.start_ns  # floats of us since 1970 would lose their ns
-        correlation = None if event.args is None else event.args.get("correlation")
+        args = event.args or {}
+        correlation = args.get("correlation", args.get("connection_id"))
         pending = self._pending[track.pid]
         pending.append(
             Linked(
