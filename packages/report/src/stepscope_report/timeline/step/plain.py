@@ -163,20 +163,20 @@ def _only(
     read_again: Callable[..., list[list[ProcessContent]]],
 ) -> tuple[StepFiles, list[list[ProcessContent]]]:
     """Return the traces with a step that is wanted, and what was recorded in these steps."""
-    kept, within, known = dict[Path, TraceFile](), dict[Path, Pair](), set[int | None]()
+    kept, within, known = dict[Path, TraceFile](), dict[Path, Pair](), set[int]()
     steps: dict[tuple[Path, int | None], list[ProfilerStep]] = {}
     for trace, held in zip(below.traces, read, strict=True):
-        told, said = [step for one in held for step in one.content.steps], named(trace.name).step
-        known |= {step.number for step in told} or {said}
+        told, said = [step for one in held for step in one.content.steps], named(trace.name).steps
+        known |= {step.number for step in told} or {*said}
         own = [step for step in told if wanted(step.number)]
         if own:
             begun, ended = min(one.start_us for one in own), max(one.start_us + one.dur_us for one in own)
             within[trace.path] = begun, ended
-        if own or (not told and said is not None and wanted(said)):
+        if own or (not told and any(map(wanted, said))):
             kept[trace.path] = trace
             steps |= {(trace.path, one.pid): one.content.steps for one in held}
     if not kept:
-        present = ", ".join(map(str, sorted(known - {None})))  # type: ignore[type-var]  # without None
+        present = ", ".join(map(str, sorted(known)))
         raise RecordError(f"no trace has such a step; they have {present or 'none that is told'}")
     left_out = [f"{trace.name}: of no such step" for trace in below.traces if trace.path not in kept]
     again = read_again([*kept.values()], within=within)
