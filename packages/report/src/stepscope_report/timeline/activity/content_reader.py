@@ -22,7 +22,7 @@ from functools import reduce
 from itertools import chain
 from operator import itemgetter, or_
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -195,30 +195,36 @@ class Linked(Complete, tag_field="ph", tag="X", gc=False):
     correlation: int = -1
 
 
-class _About(NamedTuple):
-    """Facts that an event of a device, or a call into its runtime, states."""
+_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=10**15)]
 
-    device: int | None
-    correlation: int
-    node: int
+
+class _About(msgspec.Struct, gc=False):
+    """Facts that an event of a device, or a call into its runtime, states; -1 for none."""
+
+    device: _Id = -1
+    correlation: _Id = -1
+    node: _Id = msgspec.field(default=0, name="graph node id")
 
 
 def _about(event: Complete) -> _About:
-    args: _DeviceArgs | None = None
     if isinstance(event, Linked):
-        return _About(None, event.correlation, 0)
+        return _About(-1, event.correlation, 0)
+    args: _DeviceArgs | None = None
     if isinstance(event, _Shaped):
         args = event.args
     elif isinstance(event, _Plain) and event.args:
-        try:
+        with suppress(msgspec.DecodeError):
+            return _decode_about(event.args)  # a seventh of the time that the fields by themselves take
+        with suppress(msgspec.DecodeError):
             args = _device_args(event.args)
-        except msgspec.DecodeError:
-            args = None
     if args is None:
         return _NOTHING_SAID
-    device = _number(args.device)
-    correlation = _number(args.correlation)
-    return _About(device, -1 if correlation is None else correlation, _number(args.node) or 0)
+    device, correlation = _number(args.device), _number(args.correlation)
+    return _About(
+        -1 if device is None else device,
+        -1 if correlation is None else correlation,
+        _number(args.node) or 0,
+    )
 
 
 def _number(raw: msgspec.Raw) -> int | None:
@@ -237,7 +243,8 @@ def _links(event: Complete) -> _LinkArgs:
 
 _NO_LINKS = _LinkArgs()
 _link_args = msgspec.json.Decoder(_LinkArgs).decode
-_NOTHING_SAID = _About(None, -1, 0)
+_NOTHING_SAID = _About()
+_decode_about = msgspec.json.Decoder(_About).decode
 _device_args = msgspec.json.Decoder(_DeviceArgs).decode
 
 
@@ -382,7 +389,7 @@ class Reading:
         name, start, dur, host = event.name, event.ts, event.dur, self._host
         if event.cat in DEVICE:
             about = _about(event)
-            key = event.pid if about.device is None else about.device
+            key = event.pid if about.device < 0 else about.device
             talks = work_of(event.cat, name) == "communication"
             host.devices[key].add(start, start + dur, about.correlation, event.tid, talks=talks)
         elif event.cat in _RUNTIME:
@@ -469,7 +476,7 @@ class Reading:
 
     def _wait(self, event: Complete) -> None:
         device = _about(event).device
-        if event.name == "Stream Synchronize" and device is not None and isinstance(event.tid, int):
+        if event.name == "Stream Synchronize" and device >= 0 and isinstance(event.tid, int):
             self._host.wait(device, event.tid, event.ts)
         said = _links(event)
         record, kind = _number(said.record), bytes(said.sync)
@@ -518,7 +525,7 @@ class Reading:
         start, dur, about = event.ts, event.dur, _about(event)
         work = self._ran(event.name, event.cat, start, dur)
         # Merged files have pids of their own.
-        key = event.pid if about.device is None else about.device
+        key = event.pid if about.device < 0 else about.device
         self.devices[key][work].add(start, start + dur)
         self._host.devices[key].add(
             start, start + dur, about.correlation, event.tid, talks=work == "communication"

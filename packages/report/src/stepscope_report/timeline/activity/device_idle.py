@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -126,6 +127,16 @@ class DeviceKernels:
                 yield end
 
 
+@lru_cache(1 << 12)
+def _kind_of(call: str) -> GapKind | None:
+    """Return the kind of gaps that a call into the runtime of a device may cause."""
+    if _SYNC.fullmatch(call):
+        return "synchronisation"
+    if _ALLOCATES.fullmatch(call) and not _NOT_ALLOCATING.fullmatch(call):
+        return "memory allocation"
+    return "copies" if _COPIES.fullmatch(call) else None
+
+
 class Host:
     """Calls of threads and kernels of devices: kept while a trace is read, judged at its end."""
 
@@ -154,12 +165,11 @@ class Host:
         if correlation >= 0:
             self._launched.add(correlation, start)
             self._launched_by.add(correlation, thread)
-        if _SYNC.fullmatch(name):
+        kind = _kind_of(name)
+        if kind == "synchronisation":
             self._syncs.append((end, start, thread, self.names.number(name)))
-        elif _ALLOCATES.fullmatch(name) and not _NOT_ALLOCATING.fullmatch(name):
-            self._hold("memory allocation", name, start, end)
-        elif _COPIES.fullmatch(name):
-            self._hold("copies", name, start, end)
+        elif kind is not None:
+            self._hold(kind, name, start, end)
 
     def wait(self, device: int | str, stream: int, start: float) -> None:
         """Add the device's record of a wait for a stream."""

@@ -10,6 +10,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
@@ -106,7 +107,7 @@ class Links:
 
     def call(self, name: str, start_us: float, correlation: int) -> None:
         """Add a call into CUDA."""
-        if correlation >= 0 and _RECORD.fullmatch(name):
+        if "EventRecord" in name and correlation >= 0 and _RECORD.fullmatch(name):
             self._recorded.add(correlation, start_us)
 
     def wait(self, start_us: float, record: int | None) -> None:
@@ -141,6 +142,11 @@ class Links:
             yield SHARED_NUMBER, self._shared
 
 
+@lru_cache(1 << 12)
+def _is_launch(call: str) -> bool:
+    return _LAUNCH.match(call) is not None
+
+
 class Launches:
     """The launches of a trace, and the work of devices for them."""
 
@@ -150,7 +156,7 @@ class Launches:
 
     def call(self, name: str, start_us: float, correlation: int) -> None:
         """Add a call into CUDA or HIP, with its correlation, or -1 if it has none."""
-        if correlation >= 0 and _LAUNCH.match(name):
+        if correlation >= 0 and _is_launch(name):
             self._called.add(correlation, start_us)
 
     def work(
