@@ -377,6 +377,26 @@ def test_a_stage_that_grew_is_found_in_the_recorders_lines(tmp_path: Path) -> No
     assert report.unexplained_ns == 0
 
 
+@pytest.mark.parametrize("slow_ms", [700, 350])
+def test_a_part_of_a_stage_is_named_if_it_took_longer_than_all_of_the_stage_did(
+    tmp_path: Path, slow_ms: int
+) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    batch = driver.span("make_batch", 0, 800 * MS)
+    driver.span("generate", 0, 100 * MS, role="rollout", parent=batch)
+    driver.span("compute_reward", 100 * MS, (100 + slow_ms) * MS, role="reward", parent=batch)
+    driver.span("update", 800 * MS, 1000 * MS)
+    close(folder, 1000 * MS)
+    lines(folder, 500, {"trainer/make_batch": 0.3, "trainer/update": 0.2})
+    report = reported(folder)
+    assert report.cause is not None
+    stage, longer_ms = ("compute_reward", 400) if slow_ms == 700 else ("make_batch", 500)
+    assert (report.cause.stage, report.cause.longer_ns) == (stage, longer_ms * MS)
+    whole = "in all of trainer make_batch in 7 steps near it"
+    assert (whole in report.cause.sentence) == (stage == "compute_reward")
+
+
 def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)

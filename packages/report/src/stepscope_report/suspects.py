@@ -52,7 +52,7 @@ ENOUGH = 3
 """Least number of trajectories with which the last one can be told from the others."""
 _LONG = 3
 """A tool's call is long if it takes at least this many times the median of its kind."""
-_OWN = frozenset({"trajectory", "turn", PROFILING})
+NO_WORK = frozenset({"trajectory", "turn", PROFILING})
 """Stages whose own time is not work."""
 
 
@@ -186,7 +186,7 @@ class _Lineup:
         nodes: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         broken = set[Label]()
         for node, span in enumerate(self._timeline.spans):
-            if span.waits or span.stage in _OWN or self._timeline.leaves(span):
+            if span.waits or span.stage in NO_WORK or self._timeline.leaves(span):
                 continue
             nodes[self._labels[node]][span.process].append(node)
             if span.end_ns is None and self._timeline.processes[span.process].name in cut:
@@ -250,7 +250,7 @@ class _Lineup:
                 own, stretch = calls[process], defaultdict[Label, list[int]](list)
                 while at[process] < len(own) and graph.end_ns[own[at[process]]] <= graph.start_ns[member]:
                     node = own[at[process]]
-                    if graph.start_ns[node] >= since_ns and spans[node].stage not in _OWN:
+                    if graph.start_ns[node] >= since_ns and spans[node].stage not in NO_WORK:
                         stretch[self._labels[node]].append(node)
                     at[process] += 1
                 stretches[member] = stretch

@@ -5,7 +5,7 @@ One file above 500 lines: what is chosen as the cause is what the sentence says.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import msgspec
 from stepscope.files.counters import GC
 from stepscope.files.spans import SEQUENCE
 from stepscope.files.uncaptured import comparable
-from stepscope_report.accounting import Label
+from stepscope_report.accounting import Label, Pair, common_ns
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import Holds
 from stepscope_report.near import NearStep, is_longer, near_step, top_stages
@@ -26,7 +26,15 @@ from stepscope_report.sections.health import cut_processes
 from stepscope_report.sections.idle import IDLE, awaited_rank
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
-from stepscope_report.suspects import LEAST_OF_CALLS, CauseKind, StepPath, Suspect, ranked, suspects_of
+from stepscope_report.suspects import (
+    LEAST_OF_CALLS,
+    NO_WORK,
+    CauseKind,
+    StepPath,
+    Suspect,
+    ranked,
+    suspects_of,
+)
 from stepscope_report.timeline import Timeline
 
 OTHERS = 4
@@ -318,11 +326,54 @@ def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator
         took_ns = round(seconds * 1e9)
         role, _, stage = name.partition("/")
         longer_ns = took_ns - usual_ns
-        if longer_ns * LEAST_OF_CALLS >= timeline.window.wall_ns:
+        if longer_ns * LEAST_OF_CALLS < timeline.window.wall_ns:
+            continue
+        beside = f"in {count(len(used), 'step')} near it{without}"
+        part = _grown_part(timeline, (role, stage), usual_ns + longer_ns // 2)
+        if part is None:
             yield Suspect(
-                _kind_of((role, stage)), longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns,
-                f"in {count(len(used), 'step')} near it{without}",
-            )  # fmt: skip
+                _kind_of((role, stage)), longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside
+            )
+            continue
+        # All of the stage took less than this part of it: the part grew by at least the difference.
+        label, process, part_ns = part
+        grew_ns = part_ns - usual_ns
+        beside = f"in all of {role} {stage} {beside}"
+        yield Suspect(_kind_of(label), grew_ns, grew_ns, label, process, part_ns, usual_ns, beside)
+
+
+def _grown_part(timeline: Timeline, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
+    """Return the innermost stage below a top stage of the owner whose calls cover at least `least_ns` of it,
+    its process (None if they are in several), and the time that they cover. None if there is no such stage.
+    """
+    names, below = ToolNames(timeline), defaultdict[int, list[int]](list)
+    for node, span in enumerate(timeline.spans):
+        if span.parent is not None and span.dur_ns is not None:
+            below[span.parent].append(node)
+    nodes = [
+        node for node, span in enumerate(timeline.spans)
+        if span.process == 0 and (span.role, span.stage) == top
+        and (span.parent is None or timeline.spans[span.parent].process != 0)
+    ]  # fmt: skip
+    own = _extents(timeline, nodes)
+    found: tuple[Label, int | None, int] | None = None
+    while True:
+        parts = defaultdict[Label, list[int]](list)
+        for node in nodes:
+            for inner in below[node]:
+                parts[names.label_of(timeline.spans[inner])].append(inner)
+        covered = {label: common_ns(_extents(timeline, part), own) for label, part in parts.items()}
+        label = max(covered, key=lambda label: covered[label], default=None)
+        if label is None or covered[label] < least_ns:
+            return found
+        nodes = parts[label]
+        processes = {timeline.spans[node].process for node in nodes}
+        if label[1] not in NO_WORK:
+            found = (label, processes.pop() if len(processes) == 1 else None, covered[label])
+
+
+def _extents(timeline: Timeline, nodes: Sequence[int]) -> list[Pair]:
+    return [(span.start_ns, timeline.until_ns(span)) for span in (timeline.spans[node] for node in nodes)]
 
 
 def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
