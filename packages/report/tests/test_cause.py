@@ -31,6 +31,7 @@ from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_text, step_brief
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
+from stepscope_report.sections.baseline import say_beside
 from stepscope_report.sections.cause import Cause
 from stepscope_report.suspects import CauseKind, step_path, suspects_of
 from stepscope_report.timeline import load_step, load_traces
@@ -410,6 +411,17 @@ def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_pat
     assert "(600 ms in 7 " in report.cause.sentence
     (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
     assert "not the capture" not in advice.do
+
+
+def test_a_step_is_not_compared_with_those_of_other_kinds(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).span("update", 0, 1000 * MS)
+    close(folder, 1000 * MS)
+    lines(folder, 1, {})
+    baseline = reported(folder).baseline
+    assert baseline is not None
+    assert "+999 ms" in say_beside(baseline)
+    assert "999" not in say_beside(msgspec.structs.replace(baseline, alike=False))
 
 
 def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Path) -> None:

@@ -142,9 +142,11 @@ def say_beside(baseline: Baseline | None) -> str:
     if baseline.excess_ns is None:
         return "Not compared: it ended early"
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
-    text = f"This one: {by}{_rank(baseline)}"
+    text = f"This one: {by}{_rank(baseline)}" if baseline.alike else "Not compared: none of its kind is known"
     if baseline.cost_ns is not None and baseline.cost_ns > 0:
         text += f". Opening, closing and profilers took {duration(baseline.cost_ns)}"
+    if not baseline.alike:
+        return text
     if say_between(baseline):
         text += f". {say_between(baseline)}"
     if len(baseline.steps) < ENOUGH:
