@@ -94,10 +94,10 @@ def divide_spans(
 
 def divide_work(timeline: Timeline, work: Work, start_ns: int, end_ns: int) -> Shares:
     """Divide a stretch of time among work."""
-    return _of_held(start_ns, end_ns, work, _held(timeline, work.engines))
+    return _divided(start_ns, end_ns, work, _held(timeline, work.engines))
 
 
-def _of_held(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Shares:
+def _divided(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Shares:
     return divide(work.intervals, start_ns, end_ns, labels=work.labels, tiers=work.tiers, held=held)
 
 
@@ -106,7 +106,7 @@ def stalled_most_ns(timeline: Timeline, work: Work) -> int:
     engine.
     """
     held = _held(timeline, work.engines, by_any=True)
-    return _of_held(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
+    return _divided(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
 
 
 def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: bool = False) -> list[Held]:
@@ -156,7 +156,7 @@ def _tier(timeline: Timeline, span: Span) -> int:
     if span.waits:
         return WAITING
     owner = timeline.processes[span.process].owner
-    if timeline.leaves(span):  # nobody in this step waits for it
+    if timeline.leaves(span):  # nothing of this step waits for it
         return _LATER_OWNER if owner else _LATER_WORKER
     return _OWNER if owner else _WORKER
 

@@ -19,6 +19,7 @@ from stepscope_report.sections.engines import Engine
 from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
+from stepscope_report.suspects import ENOUGH
 from stepscope_report.whatif.changes import Options
 
 _NAMED = 3
@@ -27,8 +28,6 @@ _QUEUE = "requests wait for a place in the engine"
 _SHORTEN_QUEUE = (
     "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: max_running_requests)"
 )
-_ENOUGH_TRAJECTORIES = 3
-"""Least number of trajectories with which the last one can be told from the others."""
 
 _TailKind: TypeAlias = Literal["tool", "queue", "generation", "reward", "later", "other"]
 
@@ -54,12 +53,7 @@ def long_tail(evidence: Evidence) -> Advice | None:
     tail = evidence.long_tail
     if tail is not None and not tail.trajectories:
         return _begun_before(tail, evidence)
-    if (
-        tail is None
-        or tail.held_ns is None
-        or not tail.rollout_ns
-        or tail.trajectories < _ENOUGH_TRAJECTORIES
-    ):
+    if tail is None or tail.held_ns is None or not tail.rollout_ns or tail.trajectories < ENOUGH:
         return None
     held_ns = tail.held_ns - tail.stalled_ns
     if held_ns * 100 < 15 * tail.rollout_ns or held_ns * 50 < evidence.breakdown.window_ns:
@@ -133,7 +127,7 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
     went on for 2 % of it.
     """
     late = tail.late
-    if late is None or tail.consumed < _ENOUGH_TRAJECTORIES or late.trajectories > -(-tail.consumed // 10):
+    if late is None or tail.consumed < ENOUGH or late.trajectories > -(-tail.consumed // 10):
         return None
     if late.until_ns * 50 < evidence.breakdown.window_ns:
         return None

@@ -20,9 +20,8 @@ from stepscope.files import switch
 State: TypeAlias = Literal["green", "amber", "red", "absent"]
 """`green`: works. `amber`: works, with something to know. `red`: will not work. `absent`: not installed, and
 nothing here needs it."""
-
-
 _LONGEST = 1000
+"""Length in characters at which a text of a row is cut."""
 
 
 def _shown(text: str) -> str:

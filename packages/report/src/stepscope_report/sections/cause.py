@@ -39,8 +39,6 @@ from stepscope_report.timeline import Timeline
 
 OTHERS = 4
 """Largest number of further causes that are kept."""
-
-
 _LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-collective"})
 _SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
 """Kinds that no step should have, whatever its neighbours have."""

@@ -39,79 +39,16 @@ from stepscope_report.whatif.model import (
 _BESIDE = 0.03
 """Largest part of the step that the driver may spend in other stages while trajectories run."""
 _REWARD = re.compile(r"reward|score", re.IGNORECASE)
-REST = "between stages"
+_REST = "between stages"
 """Name of the stage for the time in which the driver is in no stage."""
-
-
-def driver_stages(
-    timeline: Timeline, begin_ns: int, end_ns: int
-) -> tuple[list[DriverStage], list[DriverStage]]:
-    """Return the stages before and after the rollout from `begin_ns` to `end_ns`, with the time between them.
-
-    Raises:
-        RecordError: a stage of the driver runs beside the rollout.
-    """
-    spans = list(_stages(timeline, begin_ns, end_ns))
-    _check(timeline, spans, begin_ns, end_ns)
-    window = timeline.window
-    return _cut(spans, window.start_ns, begin_ns), _cut(spans, end_ns, max(window.end_ns, end_ns))
-
-
-def _stages(timeline: Timeline, begin_ns: int, end_ns: int) -> Iterator[Span]:
-    """Yield the outermost spans of the driver. A span around the rollout and more is replaced by the spans
-    below it.
-    """
-    below: dict[int | None, list[int]] = {}
-    for index, span in enumerate(timeline.spans):
-        if timeline.processes[span.process].owner and span.trajectory is None:
-            below.setdefault(span.parent, []).append(index)
-    todo = list(reversed(below.get(None, [])))
-    while todo:
-        index = todo.pop()
-        span = timeline.spans[index]
-        around = span.start_ns <= begin_ns and timeline.until_ns(span) >= end_ns
-        if around and index in below:
-            todo += reversed(below[index])
-        elif not around:
-            yield span
-
-
-def _check(timeline: Timeline, spans: Iterable[Span], begin_ns: int, end_ns: int) -> None:
-    for span in spans:
-        beside_ns = min(timeline.until_ns(span), end_ns) - max(span.start_ns, begin_ns)
-        covers = beside_ns >= 0.9 * (end_ns - begin_ns)
-        if not covers and not span.waits and beside_ns > _BESIDE * timeline.window.wall_ns:
-            raise RecordError(
-                f"step {timeline.step}: {span.role} {span.stage} runs beside the rollout. Only steps whose "
-                "training waits for all trajectories can be replayed"
-            )
-
-
-def _cut(spans: Sequence[Span], from_ns: int, until_ns: int) -> list[DriverStage]:
-    stages: list[DriverStage] = []
-    at_ns, rest_ns = from_ns, 0
-    for span in sorted(spans, key=lambda span: span.start_ns):
-        start_ns, end_ns = max(span.start_ns, at_ns), min(span.end_ns or until_ns, until_ns)
-        if start_ns < end_ns:
-            rest_ns += start_ns - at_ns
-            stages.append(DriverStage(f"{span.role} {span.stage}", _stages_kind(span), end_ns - start_ns))
-            at_ns = end_ns
-    rest_ns += max(0, until_ns - at_ns)
-    return [*stages, DriverStage(REST, "other", rest_ns)] if rest_ns else stages
-
-
-def _stages_kind(span: Span) -> StageKind:
-    if MOVES_WEIGHTS.search(span.stage):
-        return "weights"
-    return "reward" if span.role == "reward" or _REWARD.search(span.stage) else "train"
-
-
 TRAJECTORY = "trajectory"
 """The stage of the span around a trajectory."""
 UNKNOWN = "unknown"
 """Name of the replica of calls whose spans name none."""
 _SAME_CALL_NS = 1_000_000
 """The longest gap between two phases of one call."""
+_LINKED = 0.95
+"""Least part of the generations that must be in noted passes, so that these measure the curve."""
 
 
 def read_step(timeline: Timeline) -> Step:
@@ -121,7 +58,7 @@ def read_step(timeline: Timeline) -> Step:
         RecordError: the step has no trajectories, none of them generates, or it does not wait for them.
     """
     rollout = _Reading(timeline).rollout()
-    before, after = driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
+    before, after = _driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
     return Step(
         number=timeline.step,
         run_id=timeline.run_id,
@@ -130,10 +67,6 @@ def read_step(timeline: Timeline) -> Step:
         rollout=rollout,
         after=after,
     )
-
-
-_LINKED = 0.95
-"""Least part of the generations that must be in noted passes, so that these measure the curve."""
 
 
 class _Request(NamedTuple):
@@ -416,3 +349,66 @@ def _phase(calls: Sequence[Call], after_ns: int) -> Phase:
     first_ns = calls[0].start_ns
     placed = (msgspec.structs.replace(call, offset_ns=call.start_ns - first_ns) for call in calls)
     return Phase(first_ns - after_ns, tuple(placed))
+
+
+def _driver_stages(
+    timeline: Timeline, begin_ns: int, end_ns: int
+) -> tuple[list[DriverStage], list[DriverStage]]:
+    """Return the stages before and after the rollout from `begin_ns` to `end_ns`, with the time between them.
+
+    Raises:
+        RecordError: a stage of the driver runs beside the rollout.
+    """
+    spans = list(_stages(timeline, begin_ns, end_ns))
+    _check(timeline, spans, begin_ns, end_ns)
+    window = timeline.window
+    return _cut(spans, window.start_ns, begin_ns), _cut(spans, end_ns, max(window.end_ns, end_ns))
+
+
+def _stages(timeline: Timeline, begin_ns: int, end_ns: int) -> Iterator[Span]:
+    """Yield the outermost spans of the driver. A span around the rollout and more is replaced by the spans
+    below it.
+    """
+    below: dict[int | None, list[int]] = {}
+    for index, span in enumerate(timeline.spans):
+        if timeline.processes[span.process].owner and span.trajectory is None:
+            below.setdefault(span.parent, []).append(index)
+    todo = list(reversed(below.get(None, [])))
+    while todo:
+        index = todo.pop()
+        span = timeline.spans[index]
+        around = span.start_ns <= begin_ns and timeline.until_ns(span) >= end_ns
+        if around and index in below:
+            todo += reversed(below[index])
+        elif not around:
+            yield span
+
+
+def _check(timeline: Timeline, spans: Iterable[Span], begin_ns: int, end_ns: int) -> None:
+    for span in spans:
+        beside_ns = min(timeline.until_ns(span), end_ns) - max(span.start_ns, begin_ns)
+        covers = beside_ns >= 0.9 * (end_ns - begin_ns)
+        if not covers and not span.waits and beside_ns > _BESIDE * timeline.window.wall_ns:
+            raise RecordError(
+                f"step {timeline.step}: {span.role} {span.stage} runs beside the rollout. Only steps whose "
+                "training waits for all trajectories can be replayed"
+            )
+
+
+def _cut(spans: Sequence[Span], from_ns: int, until_ns: int) -> list[DriverStage]:
+    stages: list[DriverStage] = []
+    at_ns, rest_ns = from_ns, 0
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        start_ns, end_ns = max(span.start_ns, at_ns), min(span.end_ns or until_ns, until_ns)
+        if start_ns < end_ns:
+            rest_ns += start_ns - at_ns
+            stages.append(DriverStage(f"{span.role} {span.stage}", _stage_kind(span), end_ns - start_ns))
+            at_ns = end_ns
+    rest_ns += max(0, until_ns - at_ns)
+    return [*stages, DriverStage(_REST, "other", rest_ns)] if rest_ns else stages
+
+
+def _stage_kind(span: Span) -> StageKind:
+    if MOVES_WEIGHTS.search(span.stage):
+        return "weights"
+    return "reward" if span.role == "reward" or _REWARD.search(span.stage) else "train"
