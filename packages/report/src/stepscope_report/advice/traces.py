@@ -6,7 +6,7 @@ Thresholds are shares of the time that the process recorded, because a trace tel
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -86,7 +86,7 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
     """Advise on each cause of gaps that left the devices of a process idle for long enough."""
     untrusted = evidence.untrusted
     by_kind = grouped((row for row in evidence.gaps if row.process not in untrusted), lambda row: row.kind)
-    steps = _steps(evidence)
+    steps = Counter(row.process for row in evidence.traces.steps)
     for rule in _OF_GAPS:
         rows = by_kind.get(rule.kind, ())
         totals: dict[str, int] = defaultdict(int)
@@ -103,7 +103,7 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
             _say_gaps(own),
             *([f"most in {where}: {duration(worst.total_ns)}"] if where else []),
         ]
-        loops = rule.kind == "synchronisation" and worst.count >= _LOOP * max(1, steps.get(process, 0))
+        loops = rule.kind == "synchronisation" and worst.count >= _LOOP * max(1, steps[process])
         do = REMEDIES[rule.kind]
         if rule.kind == "data loader" and "_SingleProcess" in worst.call:
             do = f"num_workers is 0, so that the training loads its data itself: {do}"
@@ -121,13 +121,6 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
 def _say_gaps(rows: Sequence[GapRow]) -> str:
     longest_ns = max(row.longest_ns for row in rows)
     return f"{count(sum(row.count for row in rows), 'gap')}, the longest {duration(longest_ns)}"
-
-
-def _steps(evidence: TraceEvidence) -> dict[str, int]:
-    steps: dict[str, int] = defaultdict(int)
-    for row in evidence.traces.steps:
-        steps[row.process] += 1
-    return steps
 
 
 _SMALL_US = 10.0
