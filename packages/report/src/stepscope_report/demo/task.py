@@ -6,6 +6,7 @@ is given: the first operation is the prompt, and each call's result comes with t
     ^8+5=<8+5>13-3=<13-3>10=10.
 
 So the model has to copy an operation into a call if there is one, and else the result into an answer.
+Trajectories, their batches and GRPO's advantages are here too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stepscope_report.demo import task
 from stepscope_report.demo.calculator import evaluate
 
 VOCABULARY = " ^0123456789+-=<>.!"
@@ -99,7 +99,7 @@ class Trajectory:
     """One attempt at one problem."""
 
     name: str
-    problem: task.Problem
+    problem: Problem
     tokens: list[int] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
     """True for each token that the model wrote."""
@@ -107,12 +107,12 @@ class Trajectory:
     reward: float = 0.0
 
     def hear(self, text: str) -> None:
-        self._add(task.encode(text), action=False)
+        self._add(encode(text), action=False)
 
     def say(self, tokens: list[int]) -> str:
         """Add a turn of the model and return it as text."""
         self._add(tokens, action=True)
-        self.turns.append(task.decode(tokens))
+        self.turns.append(decode(tokens))
         return self.turns[-1]
 
     def _add(self, tokens: list[int], *, action: bool) -> None:
@@ -142,7 +142,7 @@ def pad(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
     """Return `tokens` and `actions` as in a `Batch`."""
     tokens = [torch.tensor(attempt.tokens) for attempt in trajectories]
     actions = [torch.tensor(attempt.actions, dtype=torch.float)[1:] for attempt in trajectories]
-    return pad_sequence(tokens, True, task.PADDING), pad_sequence(actions, True)
+    return pad_sequence(tokens, True, PADDING), pad_sequence(actions, True)
 
 
 def group_advantages(rewards: Sequence[float], group: int) -> Tensor:
@@ -154,11 +154,11 @@ def group_advantages(rewards: Sequence[float], group: int) -> Tensor:
 
 def solved(rng: random.Random) -> Trajectory:
     """Return a perfect trajectory of a random chain of 1 to 3 operations."""
-    problem = task.make_problem(rng, rng.randint(1, 3))
+    problem = make_problem(rng, rng.randint(1, 3))
     trajectory, left = Trajectory("solved", problem), problem
     trajectory.hear("^" + left.text)
     for turn in problem.solution():
-        trajectory.say(task.encode(turn))
+        trajectory.say(encode(turn))
         if turn.endswith(">"):
             left = left.after(evaluate(turn[1:-1]))
             trajectory.hear(left.text)
