@@ -290,6 +290,32 @@ async def test_a_refused_start_says_what_the_server_said(
     assert ("in progress" in str(raised.value)) == may_be_running
 
 
+@pytest.mark.parametrize("passes", [0, 5])
+async def test_a_decode_server_that_ran_and_recorded_no_stage_is_not_called_idle(
+    server: FakeServer, tmp_path: Path, passes: int
+) -> None:
+    """Its stop answers 500 in both cases, as a real one's does (`real/engine_decode.py`)."""
+    server.info["disaggregation_mode"] = "decode"
+    profiler = SglangServer(server.url)
+    await profiler.start(msgspec.structs.replace(a_capture(tmp_path), by_stage=True))
+    server.scheduler.forward_ct += passes
+    if not passes:
+        assert await profiler.stop() == []
+        assert IDLE in profiler.ignored
+        return
+    with pytest.raises(EngineError, match=r"5 forward passes.*by_stage: false"):
+        await profiler.stop()
+    assert IDLE not in profiler.ignored
+
+
+async def test_a_decode_server_that_refuses_stages_is_told_to_be_recorded_whole(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    server.info["disaggregation_mode"], server.start_fails = "decode", b"Internal Server Error"
+    with pytest.raises(EngineError, match=r"500 .*by_stage: false"):
+        await SglangServer(server.url).start(msgspec.structs.replace(a_capture(tmp_path), by_stage=True))
+
+
 async def test_what_somebody_began_after_a_failed_stop_of_ours_goes_on(
     server: FakeServer, tmp_path: Path
 ) -> None:

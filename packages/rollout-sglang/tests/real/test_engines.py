@@ -32,7 +32,12 @@ if VERSION >= _OLDEST_WITH_PASSES:
     GROUPS[0].append("engine_passes.py")
 if VERSION >= _OLDEST_WITH_ALL:
     GROUPS[0] += ["engine_contract.py", "engine_documented_loop.py"]
-    GROUPS += [["engine_server.py"], ["engine_ray.py"], ["engine_unedited.py", "engine_example.py"]]
+    GROUPS += [
+        ["engine_server.py"],
+        ["engine_decode.py"],
+        ["engine_ray.py"],
+        ["engine_unedited.py", "engine_example.py"],
+    ]
 if VERSION == _LAYOUTS:
     GROUPS += [["engine_parallel.py"], ["engine_router.py"]]
 

@@ -71,7 +71,18 @@ class Recording:
         """Return whether the engine ran no forward pass, so that no file is missing."""
         if self.state != "unused" or self.failure is not None:
             return False
-        return self.plan.start == 0 or counts_in(self.states) == self.passes_before
+        if self.plan.start > 0:
+            return counts_in(self.states) == self.passes_before
+        return not self.ran_without_stages
+
+    @property
+    def ran_without_stages(self) -> bool:
+        """Return whether the engine is known to have run passes without the start of any stage's recording.
+
+        Such an engine refuses the stop (with 500). Idle passes of attention data-parallel are no stage.
+        """
+        before, now = self.passes_before, counts_in(self.states)
+        return self.plan.by_stage and not self.facts.dp_attention and () not in (before, now) and now > before
 
     def files(self) -> list[File]:
         """Return the recording's files; after a failure, only the complete ones."""

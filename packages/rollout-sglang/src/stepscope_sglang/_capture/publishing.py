@@ -15,8 +15,11 @@ from stepscope_sglang._capture import outcome
 from stepscope_sglang._capture.options import UNBOUNDED
 from stepscope_sglang._capture.outcome import Recording
 from stepscope_sglang._driving.target import EngineFacts
-from stepscope_sglang._engine_side.states import why_not_shown
+from stepscope_sglang._engine_side.states import counts_in, why_not_shown
 from stepscope_sglang._files.capture_folder import Content, File, Stage, TraceName
+
+DECODE_MIN = "SGLANG_PROFILE_BY_STAGEDECODE_MIN_BS"
+"""Number of requests at which the stage of decoding begins to be recorded (0.5.20 and later)."""
 
 
 def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact]:
@@ -74,6 +77,12 @@ def publish_late(recording: Recording, *, wanted: bool) -> bool:
 def _why_nothing(recording: Recording) -> str:
     if recording.failure is not None:
         return recording.failure
+    if recording.state == "unused" and recording.ran_without_stages:
+        passes = sum(counts_in(recording.states)) - sum(recording.passes_before)
+        return (
+            f"the engine ran {passes} forward passes, and recorded no stage. Fix: engine.by_stage: false, or "
+            f"a smaller {DECODE_MIN} where the engine is started, if that is set"
+        )
     if recording.state == "unused":
         start = recording.plan.start
         return (

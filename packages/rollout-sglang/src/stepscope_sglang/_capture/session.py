@@ -89,9 +89,11 @@ class Session:
         except AlreadyRecordingError as error:
             unstopped = [session for session in owed_by(self.target.engine) if session.unstopped]
             if not unstopped:
+                by_stage = self.recording.plan.by_stage and self.recording.facts.disaggregation == "decode"
                 raise EngineError(
                     f"{str(error).rstrip('.')}. If it is running, and not for us, somebody started it by "
                     "hand, or the process that did has died. Fix: call stop_profile on the engine"
+                    + (", or engine.by_stage: false for this decode server" if by_stage else "")
                 ) from error
             unstopped[-1]._stop_again(self.target)
             self.target.start(request)
