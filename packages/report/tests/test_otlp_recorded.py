@@ -255,6 +255,22 @@ def test_servers_of_two_names_on_one_host_are_two_engines(tmp_path: Path) -> Non
     assert [engine.running_most for engine in step_report(timeline).engines] == [1, 1]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_phases_that_sglang_lost_are_unknown_and_not_zero(lost: bool, tmp_path: Path) -> None:
+    """Versions with several tokenizer workers send no span of their scheduler."""
+    request, *scheduler = a_request(1, "r1")
+    label = attributes(thread_label="MultiTokenizer-2760")
+    front = [
+        a_span(91, 10, 12, 1, name="MultiTokenizer-2760(host:aaaaaaaa | pid:2760)", attributes=label),
+        a_span(92, 11, 12, 91, name="api_server_dispatch"),
+    ]
+    timeline = a_step(tmp_path, a_group("sglang", request, *front, *(() if lost else scheduler)))
+    assert {span.stage for span in foreign(timeline)} >= {"request", "tokenizer", "api_server_dispatch"}
+    report = step_report(timeline)
+    assert [engine.decode_ns > 0 for engine in report.engines] == ([] if lost else [True])
+    assert [row.lost for row in report.phaseless] == ([True] if lost else [])
+
+
 def test_a_span_in_a_circle_of_sglang_ends_no_reading(tmp_path: Path) -> None:
     circle = [a_span(1, 10, 20, 2, name="prefill_forward"), a_span(2, 10, 20, 1, name="prefill_waiting")]
     timeline = a_step(tmp_path, a_group("sglang", *circle))

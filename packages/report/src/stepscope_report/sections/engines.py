@@ -132,6 +132,8 @@ class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
     """The stages of its work."""
     given: bool = False
     """True if engines were given to the capture but no trace of theirs names iterations."""
+    lost: bool = False
+    """True if an SGLang server sent the spans of its requests and none of its scheduler."""
 
 
 def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
@@ -170,6 +172,7 @@ def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Ph
             process=process.name,
             stages=tuple(sorted(stages[index])),
             given=timeline.replicas > 0,
+            lost=stages[index] >= _SGLANG_FRONT and "scheduler" not in stages[index],
         )
         for index, process in enumerate(timeline.processes)
         if index in stages and process.aligned and process.is_replica
@@ -436,6 +439,12 @@ def engine_blocks(rows: Sequence[Engine], report: StepReport) -> Iterator[Block]
         yield Listing("No engine phases", (say_phaseless(report.phaseless),))
 
 
+_LOST = (
+    ", and SGLang sent no span of its scheduler, as versions with several tokenizer or detokenizer workers "
+    "do. Fix: one worker of each, or give the engine to capture(engines=...)"
+)
+_SGLANG_FRONT = {"request", "tokenizer", "api_server_dispatch"}
+"""Stages of an SGLang server's front end."""
 _NAME_PHASES = {
     False: (
         'Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
@@ -453,9 +462,9 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
     """Name the engines whose phases are unknown, and say how to record these."""
     names = few([row.process for row in rows], LISTED)
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
+    fix = _LOST if any(row.lost for row in rows) else f". {_NAME_PHASES[rows[0].given]}"
     return (
-        f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}"
-        f". {_NAME_PHASES[rows[0].given]}"
+        f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}{fix}"
     )
 
 

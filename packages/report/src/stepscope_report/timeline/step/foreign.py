@@ -50,6 +50,8 @@ _DEEPEST = 5
 """Largest number of spans on one path from a request to a token, plus one."""
 _THREAD = "thread_label"
 """The attribute of SGLang's spans whose value holds the host and the pid of the process."""
+_SEVERAL = "MultiTokenizer-"
+"""Beginning of that attribute, before the pid, if a server has several tokenizer workers."""
 _FACTS = {
     "gen_ai.request.id": "request_id",
     "rid": "request_id",
@@ -97,7 +99,9 @@ def _engine_stage(span: OtlpSpan) -> str | None:
     if span.scope != _SGLANG:
         return None
     thread = span.attrs.get(_THREAD)
-    return thread.lower() if isinstance(thread, str) else _SGLANG_STAGES.get(span.name, span.name)
+    if isinstance(thread, str):
+        return "tokenizer" if thread.startswith(_SEVERAL) else thread.lower()
+    return _SGLANG_STAGES.get(span.name, span.name)
 
 
 def without_copies(spans: Sequence[OtlpSpan]) -> list[OtlpSpan]:
