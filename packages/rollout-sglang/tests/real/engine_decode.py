@@ -54,6 +54,8 @@ def test_a_stage_that_ran_and_was_not_recorded_is_a_failure_and_not_idle(
     assert cap.result.path is not None
     (replica,) = [one for part in manifest.processes for one in part.expected if one.kind == "engine"]
     assert (replica.state, replica.idle) == (state, requests == 0)
+    kinds = {one.kind for one in replica.artifacts}
+    assert kinds == ({"torch_trace", "engine_passes"} if requests == 2 else set())
     traces = [one for one in replica.artifacts if one.kind == "torch_trace"]
     assert [(one.stage, one.iterations) for one in traces] == ([("decode", 3)] if requests == 2 else [])
     health = step_report(load_step(cap.result.path)).health

@@ -18,7 +18,7 @@ from stepscope_sglang._driving.target import EngineFacts
 from stepscope_sglang._engine_side.states import counts_in, why_not_shown
 from stepscope_sglang._files.capture_folder import Content, File, Stage, TraceName
 
-DECODE_MIN = "SGLANG_PROFILE_BY_STAGEDECODE_MIN_BS"
+DECODE_MIN = "SGLANG_PROFILE_BY_STAGE_DECODE_MIN_BS"
 """Number of requests at which the stage of decoding begins to be recorded (0.5.20 and later)."""
 
 

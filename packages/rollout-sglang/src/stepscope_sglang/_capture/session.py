@@ -26,6 +26,7 @@ from stepscope_sglang._capture import opening, outcome
 from stepscope_sglang._capture.outcome import Recording
 from stepscope_sglang._capture.publishing import publish_files, publish_late, publish_passes_of
 from stepscope_sglang._driving.target import AlreadyRecordingError, EngineDiedError, RefusedError, Target
+from stepscope_sglang._engine_side.passes import SCRAP
 from stepscope_sglang._files.capture_folder import CaptureFolder, File, wait_until
 
 log = logging.getLogger("stepscope")
@@ -217,7 +218,7 @@ class Session:
         if outcome.is_disarmed(recording):
             return
         folder = recording.folder.path
-        scrap = CaptureFolder(folder.with_name(f"{folder.name}-scrap"))
+        scrap = CaptureFolder(folder.with_name(f"{folder.name}{SCRAP}"))
         used = False  # by a scheduler, which dies if it finds no folder
         try:
             scrap.make(open_to_all=self.target.remote)

@@ -23,6 +23,8 @@ from stepscope.files.passes import PassKind
 
 ASK, END = ".stepscope-passes", ".stepscope-passes-end"
 """Files in a capture's folder: the number of passes to note, and the end of the capture."""
+SCRAP = "-scrap"
+"""End of the name of the folder of a recording that replaces a start which waits."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _notes: Notes | None = None
 """The notes of this process' scheduler, or None. Writers: `begin` and `end`."""
@@ -66,9 +68,11 @@ def update(scheduler: Any, request: Any) -> None:
 
 def begin(scheduler: Any, folder: Path) -> None:
     """Note the passes of a scheduler for the capture of a folder, if the capture asks for it. Earlier notes
-    are dropped.
+    are dropped, but for those of a capture whose waiting start a short recording replaces.
     """
     global _notes
+    if _notes is not None and folder.name == f"{_notes.folder.name}{SCRAP}":
+        return
     if _notes is not None:
         _notes.undo()
         _notes = None
