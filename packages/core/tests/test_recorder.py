@@ -457,6 +457,74 @@ def test_a_capture_in_between_loses_nothing(tmp_path: Path) -> None:
         assert (report.health.recorder is None) == (step == 1)
 
 
+def spans_of(layout: RunLayout, step: int) -> dict[str, tuple[bool, bool, str | None]]:
+    """Return {stage: (it began before the step, it ended, stage of the span above it)}."""
+    timeline = load_step(layout.step(step).root)
+    return {
+        span.stage: (
+            span.start_ns < timeline.window.start_ns,
+            span.dur_ns is not None,
+            None if span.parent is None else timeline.spans[span.parent].stage,
+        )
+        for span in timeline.spans
+    }
+
+
+@pytest.mark.parametrize("captured", [[2], [1, 2], []], ids=["in one step", "in two in a row", "in none"])
+def test_a_step_has_the_calls_that_ran_when_it_began(tmp_path: Path, captured: list[int]) -> None:
+    """A rollout of asynchronous training begins in one step, and ends in a later one."""
+    config = config_in(tmp_path, steps=captured, recorder={"triggers": []})
+    at = [threading.Event() for _ in range(4)]
+
+    def serve() -> None:
+        with span("serve", role="rollout"):  # all the time: it says nothing about a step
+            at[3].wait()
+
+    def roll_out() -> None:
+        with trajectory("t0"):
+            with span("generate", role="rollout"):
+                at[0].wait()
+            with span("tool", role="env"), span("attempt", role="env"):
+                at[1].wait()
+            at[2].wait()
+
+    threads = [threading.Thread(target=target) for target in (serve, roll_out)]
+    with span("fit"):
+        for step in range(4):
+            with capture(step, config=config):
+                if step == 1:
+                    for thread in threads:
+                        thread.start()
+                    at[0].set()
+                    assert until(lambda: standing_still_in("attempt"))
+                if step == 2:
+                    at[1].set()
+                    assert until(lambda: not standing_still_in("tool"))
+    recorder = standing.standing()
+    assert recorder is not None
+    assert {"serve", "trajectory"} <= {call.stage for call in recorder.state().spans}
+    if not captured:
+        assert recorder.write_last(2) == [2, 3]
+    for event in at:
+        event.set()
+    for thread in threads:
+        thread.join()
+    layout = drained(tmp_path)
+    trajectories = {"trajectory": (True, False, None)} if captured else {"trajectory": (True, True, None)}
+    tool, attempt = (True, True, "trajectory"), (True, True, "tool")
+    assert spans_of(layout, 2) == {"tool": tool, "attempt": attempt} | trajectories
+    if 1 in captured:
+        assert spans_of(layout, 1)["attempt"] == (False, False, "tool")
+        assert set(spans_of(layout, 1)) == {"serve", "trajectory", "generate", "tool", "attempt"}
+    assert report_of(layout, 2).health.complete
+
+
+def standing_still_in(stage: str) -> bool:
+    """Return whether a call of a stage runs."""
+    recorded = [kept for kept in (slot.session(), slot.recorder) if kept is not None]
+    return any(span.stage == stage for kept in recorded for span in kept.log.open_spans())
+
+
 def test_attrs_functions_are_for_captures_alone(tmp_path: Path) -> None:
     seen: list[int] = []
 

@@ -8,6 +8,7 @@ anchors turn them into wall-clock time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -26,9 +27,9 @@ process.
 """
 
 WAIT = "wait"
-"""Attribute of a span that only waits: `true`."""
+"""Attribute of a span that only waits: `true`; `false` if the span works although its name says `wait`."""
 WAITING = frozenset({"queue", "wait"})
-"""Stages that wait even without that attribute."""
+"""Stages that wait even without that attribute, as do those whose names begin with `wait_`."""
 GROUP, SEQUENCE = "group", "sequence"
 """Attributes of a collective's span: the name of its process group, and its number in that group, the
 same in all ranks."""
@@ -48,6 +49,12 @@ PROFILING = "stepscope profiler"
 """The stage of a span in which a profiler started or stopped inside the step (stage windows in discrete
 mode). Its attribute `window` names the stage.
 """
+
+
+def only_waits(stage: str, attrs: Mapping[str, AttrValue] | None) -> bool:
+    """Return whether a span only waits, by its attribute, else by the name of its stage."""
+    said = None if attrs is None else attrs.get(WAIT)
+    return said if isinstance(said, bool) else stage in WAITING or stage.startswith("wait_")
 
 
 class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

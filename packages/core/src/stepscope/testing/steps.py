@@ -130,13 +130,18 @@ class FakeProcess:
         parent: int | None = None, link: SpanLink | None = None, step: int | None = None,
         policy_version: int | None = None, trajectory: str | None = None, turn: int | None = None,
         error: str | None = None, attrs: dict[str, AttrValue] | None = None, traceparent: str | None = None,
-        cancelled: bool = False,
+        cancelled: bool = False, thread: int | None = None,
     ) -> int:  # fmt: skip
-        """Record a span and return its number. With `end_ns=None` the span never ended."""
+        """Record a span and return its number. With `end_ns=None` the span never ended.
+
+        Args:
+            thread: Native id of its thread; None for the process' first one.
+        """
         opened = Open(
             span=len(self._records) + 1, parent=parent, link=link, role=role or self.info.role, stage=stage,
             start_ns=self.mono_ns(start_ns), step=step, policy_version=policy_version, trajectory=trajectory,
-            turn=turn, thread=self.info.pid, attrs=attrs, traceparent=traceparent,
+            turn=turn, thread=self.info.pid if thread is None else thread, attrs=attrs,
+            traceparent=traceparent,
         )  # fmt: skip
         if end_ns is None:
             self._records.append(opened)

@@ -30,7 +30,7 @@ from stepscope._recording.spans.span import Span
 from stepscope._recording.spans.tasks import DEPTH, Place, frame_of
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import SEQUENCE, WAIT, WAITING
+from stepscope.files.spans import SEQUENCE, only_waits
 from stepscope.files.states import RECENT_NS, Communicator, CounterNow, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import bounded
 
@@ -134,7 +134,8 @@ class _Calls:
     def __init__(self, logs: Sequence[list[Span]]) -> None:
         spans = (span for log in logs for span in log if not _is_collective_of_a_call(span))
         self._spans = sorted(spans, key=lambda span: span.start_ns)
-        self._logs = list(dict.fromkeys(id(log[0].log) for log in logs if log))
+        newest_first = (span for log in logs for span in reversed(log))
+        self._logs = list(dict.fromkeys(id(span.log) for span in newest_first))
         """Ids of the logs. Each numbers its spans from 1."""
         self._numbers: dict[int, int] = {}
         """{id of a kept span: its number in the state}."""
@@ -234,7 +235,7 @@ class _Calls:
 
     def _open_span(self, span: Span, now_ns: int, alike: int) -> OpenSpan:
         role, _, _, trajectory, turn = scopes.inherited(span)
-        parent, (_, link, _) = _parent_of(span), lines.parent_of(span)
+        parent, (_, link, _) = _parent_of(span), lines.parent_of(span, span.log)
         return OpenSpan(
             span=self._numbers[id(span)],
             parent=None if parent is None else self._number(parent),
@@ -245,7 +246,7 @@ class _Calls:
             trajectory=trajectory,
             turn=turn,
             thread=span.thread,
-            waits=span.stage in WAITING or (span.attrs or {}).get(WAIT) is True,
+            waits=only_waits(str(span.stage), span.attrs),
             alike=alike,
         )
 

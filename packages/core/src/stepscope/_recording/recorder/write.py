@@ -6,7 +6,7 @@ import itertools
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope._recording.recorder.state import communicators_in_time
 from stepscope._recording.recorder.steps import RecordedStep
-from stepscope._recording.spans import lines
+from stepscope._recording.spans import lines, scopes
 from stepscope._recording.spans.maker import SpanMaker, not_kept
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
@@ -85,9 +85,19 @@ class Ring(SpanMaker):
     def last_id(self) -> int:
         """The number of the span that opened last; 0 before the first."""
         try:
-            return self._spans[-1].id
+            return self.number(self._spans[-1])
         except IndexError:
             return 0
+
+    def number(self, span: Span) -> int:
+        """Return the number of a span in this log's files."""
+        return span.id if span.log is self else self.taken.get(span, 0)
+
+    def take(self, running: Iterable[Span]) -> None:
+        """Also keep the spans of a capture that run when it ends."""
+        for span in running:
+            self.taken[span] = next(self.ids)
+            self._spans.append(span)
 
     def begin_step(self, step: int) -> None:
         """Make carriers and trace contexts name this step from now on."""
@@ -123,22 +133,25 @@ class Ring(SpanMaker):
         return [span for span in self.copy().spans if span.end_ns is None]
 
     def drop_before(self, start_ns: int) -> None:
-        """Drop the spans that began before `start_ns`, except those that still run."""
-        self._long = [span for span in self._long if span.end_ns is None]
+        """Drop the spans that ended before `start_ns`. Of those that began after it, none is dropped."""
+        self._long = [span for span in self._long if not _ended_before(span, start_ns)]
         self._dropped_ns = max(self._dropped_ns, start_ns)
         try:
             while self._spans[0].start_ns < start_ns:
                 span = self._spans.popleft()
-                if span.end_ns is None:
+                if not _ended_before(span, start_ns):
                     self._long.append(span)
         except IndexError:
             pass
+        for span in [span for span in list(self.taken) if _ended_before(span, start_ns)]:
+            self.taken.pop(span, None)
 
     def close(self) -> None:
         """Release all spans."""
         self.opened = not_kept
         self._spans.clear()
         self._long.clear()
+        self.taken.clear()
 
 
 COUNTERS_HZ = 1.0
@@ -403,7 +416,7 @@ class StepWriter:
         for first in range(0, len(spans), _BATCH):
             began = time.monotonic()
             chosen = spans[first : first + _BATCH]
-            batch = [lines.record_of(span, span.end_ns, window.step) for span in chosen]
+            batch = [self._record_of(span, window.step) for span in chosen]
             encoded, lost = lines.encoded_spans(batch)
             text.append(encoded)
             finished += sum(type(record) is records.Span for record in batch) - lost
@@ -411,6 +424,9 @@ class StepWriter:
             time.sleep(time.monotonic() - began)
         text.append(lines.encoded(records.End(anchor=window.closed, spans=finished, dropped=dropped)))
         return b"".join(text)
+
+    def _record_of(self, span: Span, step: int) -> lines.Record:
+        return lines.record_of(span, span.end_ns, step, self._ring, self._ring.number(span))
 
     def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
         """Return the outcome of a step's spans. The copy holds all spans that began after `since_ns`."""
@@ -422,6 +438,10 @@ class StepWriter:
         return Expectation(name="spans", kind="spans", state="partial", reason=reason)
 
 
+def _ended_before(span: Span, start_ns: int) -> bool:
+    return span.end_ns is not None and span.end_ns < start_ns
+
+
 def _outcome_of_counters(sampler: Sampler, window: Window) -> Expectation:
     if sampler.since_ns <= window.opened.mono_ns:
         return Expectation(name="counters", kind="counters", state="ok")
@@ -430,11 +450,24 @@ def _outcome_of_counters(sampler: Sampler, window: Window) -> Expectation:
 
 
 def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Span]]:
-    """Return the spans that began in each window."""
+    """Return the spans of each window: those that began in it, and those that ran when it began, if they
+    ended in it or are of a trajectory.
+    """
     starts = [window.opened.mono_ns for window in windows]
     inside: list[list[Span]] = [[] for _ in windows]
     for span in spans:
-        at = bisect_right(starts, span.start_ns) - 1
-        if at >= 0 and span.start_ns <= windows[at].closed.mono_ns:
+        began, ended = span.start_ns, span.end_ns
+        at = bisect_right(starts, began) - 1
+        if at >= 0 and began <= windows[at].closed.mono_ns:
             inside[at].append(span)
+        last = len(windows) if ended is None else bisect_right(starts, ended)
+        for later in range(at + 1, last):
+            if _is_of_window(span, windows[later]):
+                inside[later].append(span)
     return inside
+
+
+def _is_of_window(span: Span, window: Window) -> bool:
+    """Return whether a span that ran when the window began ended in it, or is of a trajectory."""
+    ended = span.end_ns
+    return (ended is not None and ended <= window.closed.mono_ns) or scopes.trajectory_at(span) is not None

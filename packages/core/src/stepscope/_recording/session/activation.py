@@ -6,13 +6,16 @@ The only writer of `slot.active`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Protocol
 
 from stepscope._recording.process import fork, shutdown
 from stepscope._recording.session.session import Session
-from stepscope._recording.spans import collective_calls, compiled, slot
+from stepscope._recording.spans import collective_calls, compiled, scopes, slot
 from stepscope._recording.spans.carrier import keep_places
+from stepscope._recording.spans.scopes import Scope
 from stepscope._recording.spans.slot import FlightRecorder
+from stepscope._recording.spans.span import Span
 from stepscope.files.manifest.records import Ending
 
 _held: dict[str, Claim] = {}
@@ -88,17 +91,32 @@ def activate(session: Session) -> None:
     collective_calls.watch(session.config.collectives)
     activations += 1
     session.switch_off = deactivate
+    if slot.recorder is not None:
+        session.log.take(_running(slot.recorder))
     slot.active = session
     session.begin()
     if session.ended:  # its watchdog, or another thread, ended it first
         deactivate(session)
 
 
+def _running(recorder: FlightRecorder) -> Iterator[Span]:
+    """Yield the recorder's spans that run now, except those around the capture."""
+    around, scope = set[Scope](), scopes.current.get()
+    while scope is not None:
+        around.add(scope)
+        scope = scope.parent
+    for span in recorder.log.open_spans():
+        if span not in around:
+            yield span
+
+
 def deactivate(session: Session) -> None:
     """Switch recording off if this session is the one that records."""
     if slot.active is session:
         collective_calls.sweep()
-        slot.active = slot.recorder
+        slot.active = recorder = slot.recorder
+        if recorder is not None:
+            recorder.log.take(session.log.open_spans())
 
 
 def keep(recorder: FlightRecorder | None) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope._recording.process import failures
 from stepscope._recording.spans import redaction, scopes
-from stepscope._recording.spans.span import Span
+from stepscope._recording.spans.span import Span, SpanSink
 from stepscope.errors import ours
 from stepscope.files import spans as records
 from stepscope.files.spans import SpanLink
@@ -59,18 +59,20 @@ def _ascii(value: object) -> str:
     return ascii(text)[1:-1][:MAX_TEXT]
 
 
-def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
+def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSink, number: int) -> Record:
     """Return the record of a span: an `Open` while the span runs, a `Span` after its end.
 
     Args:
         file_step: The step of the file.
+        log: The log that writes the file: the span's own, or one that took the span over.
+        number: The span's number in the file.
     """
-    log, above = span.log, span.parent
+    above = span.parent
     link = traceparent = None
     if above is not None and above.log is log:
         parent: int | None = cast(Span, above).id
     else:
-        parent, link, traceparent = parent_of(span)
+        parent, link, traceparent = parent_of(span, log)
     if span.caller is not None:
         span.resolved = None  # a line written meanwhile may have kept the place of before
     role, step, policy_version, trajectory, turn = scopes.inherited(span)
@@ -83,25 +85,27 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
     attrs = redaction.written(span.attrs, log.redact) if span.attrs else None
     place = (parent, link, traceparent, step, policy_version, trajectory, turn, span.thread, attrs)
     if end_ns is None:
-        return records.Open(span.id, role, stage, span.start_ns, *place)
+        return records.Open(number, role, stage, span.start_ns, *place)
     error, dur_ns = span.error, end_ns - span.start_ns
     if error is None:
-        return records.Span(span.id, role, stage, span.start_ns, *place, dur_ns=dur_ns)
+        return records.Span(number, role, stage, span.start_ns, *place, dur_ns=dur_ns)
     cancelled = error == failures.CANCELLED
     error = None if cancelled else redaction.error_of(error, log.redact)
     return records.Span(
-        span.id, role, stage, span.start_ns, *place, dur_ns=dur_ns, error=error, cancelled=cancelled
+        number, role, stage, span.start_ns, *place, dur_ns=dur_ns, error=error, cancelled=cancelled
     )
 
 
-def parent_of(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
+def parent_of(span: Span, log: SpanSink) -> tuple[int | None, SpanLink | None, str | None]:
     """Return the parent as (its id in this file, link to a span elsewhere, foreign `traceparent`), of which
     at most one is not None.
     """
     scope = span.caller if span.parent is None else span.parent
     while scope is not None:
-        if scope.log is span.log:
+        if scope.log is log:
             return cast(Span, scope).id, None, None
+        if log.taken and isinstance(scope, Span) and scope in log.taken:
+            return log.taken[scope], None, None
         link = scope.reference()
         if link is not None:
             return None, link, None

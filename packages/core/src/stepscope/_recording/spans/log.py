@@ -12,13 +12,14 @@ import os
 import sys
 import threading
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic_ns, thread_time_ns
 from typing import TYPE_CHECKING
 
 from stepscope._recording.process import clock, failures
 from stepscope._recording.process.failures import describe
-from stepscope._recording.spans import lines
+from stepscope._recording.spans import lines, scopes
 from stepscope._recording.spans.maker import SpanMaker, not_kept
 from stepscope._recording.spans.span import Span
 from stepscope.errors import ours
@@ -99,12 +100,18 @@ class SpanLog(SpanMaker):
         finally:  # without a file too: the thread counts what is lost, and it does not pile up in memory
             threading.Thread(target=self._run, name="stepscope-spans", daemon=True).start()
 
+    def take(self, running: Iterable[Span]) -> None:
+        """Also record these spans of another log, which run now. To be called before this log has spans."""
+        self.taken = {span: next(self.ids) for span in running}
+        self._young.extend(self.taken)
+
     def start(self, anchor: ClockAnchor) -> None:
         """Begin recording at `anchor`, without waiting for the disk: the thread writes the header."""
         self._anchor = anchor
 
     def open_spans(self) -> list[Span]:
-        return [span for span in (*self._running, *self._young, *list(self._pending)) if span.end_ns is None]
+        known = (*self._running, *self._young, *list(self._pending))
+        return [span for span in known if span.end_ns is None and span.log is self]
 
     @property
     def began(self) -> bool:
@@ -140,6 +147,7 @@ class SpanLog(SpanMaker):
         self._pending.clear()
         self._young.clear()
         self._running.clear()
+        self.taken.clear()
 
     def _lost(self) -> str | None:
         """Return the reason why the written file cannot be found, or None if it is in its place."""
@@ -176,19 +184,25 @@ class SpanLog(SpanMaker):
         for _ in range(number):
             span = self._pending.popleft()
             end_ns = span.end_ns
+            is_own = span.log is self
+            if not is_own and not self._is_of_step(span):
+                if end_ns is None:
+                    self._young.append(span)
+                continue
+            number = span.id if is_own else self.taken[span]
             if end_ns is None:
                 if span.start_ns > youngest_ns:
                     self._young.append(span)
                     continue
                 self._running.append(span)
             over = end_ns is not None
-            if span.id > self.limit:
+            if number > self.limit:
                 self.dropped += over
                 continue
             try:
-                record = lines.record_of(span, end_ns, self._step)
+                record = lines.record_of(span, end_ns, self._step, self, number)
                 batch.append(record)
-                if record.parent is None and record.link is None and end_ns is not None:
+                if is_own and record.parent is None and record.link is None and end_ns is not None:
                     self.top_ns[record.role, record.stage] += end_ns - span.start_ns
             except ours() as error:  # one span is lost, and not all that come after it
                 self.dropped += over
@@ -198,6 +212,15 @@ class SpanLog(SpanMaker):
         text, lost = lines.encoded_spans(batch)
         self.dropped += lost
         self._write(text, finished - lost)
+
+    def _is_of_step(self, span: Span) -> bool:
+        """Return whether a taken span has ended in the step so far, or is of a trajectory.
+
+        Others, a service's main loop for example, say nothing about the step.
+        """
+        if span.end_ns is None:
+            return scopes.trajectory_at(span) is not None
+        return self._anchor is not None and span.end_ns > self._anchor.mono_ns
 
     def _write(self, text: bytes, finished: int) -> None:
         """Write lines that contain `finished` ends of spans."""

@@ -335,6 +335,11 @@ def role_at(scope: Scope | None) -> str | None:
     return role
 
 
+def trajectory_at(scope: Scope | None) -> str | None:
+    """Return the trajectory that `scope` is part of, or None."""
+    return inherited(scope)[3]
+
+
 def next_turn() -> int | None:
     """Return the next turn number, from 0, of the trajectory that the running task is in; None outside of
     trajectories.

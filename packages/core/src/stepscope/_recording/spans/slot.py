@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 from stepscope._recording.spans.scopes import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from stepscope._recording.spans.span import Span
     from stepscope.files.values import AttrValue
 
 
@@ -34,8 +35,12 @@ class SpanFactory(Protocol):
         """Return a span to enter once. The last four parameters set the span's place."""
         ...
 
-    def open_spans(self) -> Sequence[Scope]:
+    def open_spans(self) -> Sequence[Span]:
         """Return the spans that have not ended, the oldest first."""
+        ...
+
+    def take(self, running: Iterable[Span]) -> None:
+        """Also record spans of another log, which run now."""
         ...
 
 

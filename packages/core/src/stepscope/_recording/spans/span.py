@@ -39,6 +39,8 @@ class SpanSink(Protocol):
     """Roles of the spans written so far."""
     opened: Callable[[Span], None]
     """Called by a span when it opens."""
+    taken: dict[Span, int]
+    """{span of another log: its number in this one's file}: the spans that ran when this log began."""
 
 
 class _Thread(threading.local):

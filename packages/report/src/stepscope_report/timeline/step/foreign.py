@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import WAITING
+from stepscope.files.spans import only_waits
 from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent, trace_id_of
 from stepscope.files.values import AttrValue, bounded
 from stepscope_report.timeline.clocks.wall import NOT_NEAR, is_near
@@ -164,7 +164,7 @@ def _phases(request: Span) -> Iterator[Span]:
             dur_ns=length_ns,
             attrs=None,
             error=None,
-            waits=stage in WAITING,
+            waits=only_waits(stage, None),
         )
         at_ns += length_ns
 
@@ -410,7 +410,7 @@ class GrowingTimeline:
             step=self._timeline.step,
             attrs=named.attrs or None,
             error=span.error,
-            waits=named.stage in WAITING,
+            waits=only_waits(named.stage, None),
         )
         above = None if span.parent_id is None else TraceContext(span.trace_id, span.parent_id)
         yield _Placed(made, TraceContext(span.trace_id, span.span_id), above)

@@ -22,7 +22,7 @@ from stepscope.files.manifest.parts import fold, of_the_last
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.scalars import read_metrics
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
+from stepscope.files.spans import CONSUME, STEP_TOKENS, Open, only_waits
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.states import ProcessState
 from stepscope.files.storage.reading import read_records
@@ -407,7 +407,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         attrs=record.attrs,
         number=record.span,
         traceparent=record.traceparent,
-        waits=record.stage in WAITING or (record.attrs or {}).get(WAIT) is True,
+        waits=only_waits(record.stage, record.attrs),
     )
     if isinstance(record, SpanLine):
         span.end_ns = place(record.start_ns + record.dur_ns)
