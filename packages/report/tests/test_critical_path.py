@@ -7,6 +7,7 @@ import json
 import random
 import zipfile
 from collections.abc import Iterable
+from functools import partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -35,8 +36,11 @@ Known = tuple[int, str | None, str, int]
 """(process, stage, kind, ns)."""
 
 
+FIRST_PID = 100
+
+
 def process(role: str, rank: int, *, alignment: Alignment = "same host", uncertainty_ns: int = 0) -> Process:
-    info = ProcessInfo(role=role, rank=rank, world_size=None, host="a", pid=rank + 1, replica=None)
+    info = ProcessInfo(role=role, rank=rank, world_size=None, host="a", pid=FIRST_PID + rank, replica=None)
     clock = ProcessClock(alignment=alignment, uncertainty_ns=uncertainty_ns)
     return Process(
         name=f"{role} {rank}", info=info, owner=role == "trainer", opened_ns=0, closed_ns=None, last_ns=0,
@@ -334,6 +338,26 @@ def test_a_thread_of_the_owner_that_runs_beside_the_steps_is_no_cause() -> None:
     assert known(step(400 * MS, spans)) == [
         (0, "update", "work", 300 * MS),
         (0, "save", "work", 100 * MS),
+    ]
+
+
+def test_a_wait_of_the_main_thread_leads_to_what_another_thread_did_meanwhile() -> None:
+    """Rollouts run ahead of the steps. The first one here began before the step, the last ends after it."""
+    first = partial(span, trajectory="t1", thread=FIRST_PID + 1)
+    ahead = partial(span, trajectory="t2", thread=FIRST_PID + 1)
+    main = partial(span, thread=FIRST_PID)
+    spans = [
+        first(0, "trajectory", -100 * MS, 600 * MS),
+        first(0, "generate", -100 * MS, 100 * MS, parent=0),
+        first(0, "search", 100 * MS, 600 * MS, parent=0),
+        *(ahead(0, "trajectory", 600 * MS, (1100 + number) * MS) for number in range(8)),
+        main(0, "wait_batch", 0, 600 * MS, waits=True),
+        main(0, "update", 600 * MS, 900 * MS),
+    ]
+    assert known(step(900 * MS, spans)) == [
+        (0, "generate", "work", 100 * MS),
+        (0, "search", "work", 500 * MS),
+        (0, "update", "work", 300 * MS),
     ]
 
 

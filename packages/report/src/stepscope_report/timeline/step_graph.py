@@ -14,7 +14,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from stepscope.files.spans import GROUP, ISSUED_NS, SEQUENCE
-from stepscope_report.accounting import Label, Pair, joined
+from stepscope_report.accounting import Label, Pair, joined, union_ns
 from stepscope_report.timeline.model import ROLLOUT, Process, Span, Timeline
 from stepscope_report.timeline.step.tree import cut_cycles, requests
 
@@ -108,6 +108,8 @@ class _Builder:
         self._kids: dict[int, list[int]] = defaultdict(list)
         self._clusters: dict[int, list[Cluster]] = defaultdict(list)
         self._unknown: set[int] = set()
+        self._awaited: dict[int, list[int]] = defaultdict(list)
+        """Calls that end in a wait of their process' main thread, or of the owner's, by that wait."""
         self._within = [process.clock.uncertainty_ns or 0 for process in timeline.processes]
 
     def build(self) -> StepGraph:
@@ -198,10 +200,13 @@ class _Builder:
                 workers.append(node)
         inside: dict[int, list[int]] = defaultdict(list)
         root = self._root(0)
-        beside = own.pop(0, [])
-        for node, owner in self._owners(workers, beside):
+        tops_here = own.pop(0, [])
+        waits, beside = self._waits(tops_here), self._main(tops_here)
+        for node, owner in self._owners(workers, tops_here):
             inside[owner].append(node)
-        beside = self._main(beside)
+        inside[root] = self._not_awaited(inside[root], waits)
+        for wait in waits:
+            inside[wait] += self._awaited.pop(wait, ())
         for owner, nodes in inside.items():
             calls = beside if owner == root else self._kids.get(owner, [])
             busy = self._joined(calls)
@@ -218,6 +223,8 @@ class _Builder:
         self._add(root, beside)
         for index, nodes in own.items():
             self._add(self._root(index), self._main(nodes))
+        for wait, nodes in self._awaited.items():
+            self._add(wait, nodes)
         self._doubt()
 
     def _add(self, owner: int, nodes: Sequence[int]) -> None:
@@ -225,8 +232,7 @@ class _Builder:
         groups = list(self._overlapping(nodes))
         kids = self._kids.get(owner, [])
         starts = sorted(self._start[node] for node in (*nodes, *kids))
-        covered_ns = sum(end_ns - start_ns for start_ns, end_ns in self._joined(nodes))
-        busy_ns = sum(end_ns - start_ns for start_ns, end_ns in self._joined(kids))
+        covered_ns, busy_ns = union_ns(self._joined(nodes)), union_ns(self._joined(kids))
         filled = covered_ns * 2 >= self._end[owner] - self._start[owner] - busy_ns
         whose = owner - len(self._spans) if owner >= len(self._spans) else self._spans[owner].process
         for members in groups:
@@ -279,19 +285,77 @@ class _Builder:
             yield node, owner
 
     def _main(self, nodes: Sequence[int]) -> list[int]:
-        """Return the calls of the thread that ran calls for longest, and the other threads' calls that do not
-        overlap these.
+        """Return the calls of a process' main thread, and the other threads' calls that do not overlap these.
+
+        Calls of other threads that end while the main thread waits are placed in that wait.
         """
-        times: dict[int, int] = defaultdict(int)
+        main = self._main_thread(nodes)
+        calls = [node for node in nodes if self._spans[node].thread == main]
+        others = [node for node in nodes if self._spans[node].thread != main]
+        busy = self._joined(calls)
+        others = self._not_awaited(others, self._waits(nodes)) if others else others
+        return calls + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
+
+    def _main_thread(self, nodes: Sequence[int]) -> int | None:
+        """Return a process' first thread, unless another one was busy for more than twice as long."""
+        by_thread: dict[int, list[int]] = defaultdict(list)
         for node in nodes:
-            times[self._spans[node].thread] += self._end[node] - self._start[node]
-        if len(times) < 2:
-            return list(nodes)
-        main = max(times, key=lambda thread: (times[thread], -thread))
-        first = [node for node in nodes if self._spans[node].thread == main]
-        busy = self._joined(first)
-        others = (node for node in nodes if self._spans[node].thread != main)
-        return first + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
+            by_thread[self._spans[node].thread].append(node)
+        times = {thread: union_ns(self._joined(own)) for thread, own in by_thread.items()}
+        main = max(times, key=lambda thread: (times[thread], -thread), default=None)
+        if main is None:
+            return None
+        first = self._timeline.processes[self._spans[nodes[0]].process].info.pid
+        return first if times.get(first, 0) * 2 >= times[main] else main
+
+    def _not_awaited(self, nodes: Iterable[int], waits: Sequence[int]) -> list[int]:
+        """Place each call that ends in one of these waits in that wait, and return the others."""
+        left, ends = [], [self._end[wait] for wait in waits]
+        for node in nodes:
+            place = bisect_left(ends, self._end[node])
+            if place < len(waits) and self._start[waits[place]] < self._end[node]:
+                self._awaited[waits[place]].append(node)
+                self._begin_at(node, self._start[waits[place]])
+            else:
+                left.append(node)
+        return left
+
+    def _waits(self, nodes: Sequence[int]) -> list[int]:
+        """Return the waits of these calls' main thread, in them or below them, with no call below, by their
+        ends.
+        """
+        thread = self._main_thread(nodes)
+        process = self._spans[nodes[0]].process if nodes else None
+        left = [node for node in nodes if self._spans[node].thread == thread]
+        waits = []
+        while left:
+            node = left.pop()
+            kids = self._kids.get(node, ())
+            left += kids
+            span = self._spans[node]
+            if span.waits and (span.process, span.thread) == (process, thread) and not kids:
+                waits.append(node)
+        return sorted(waits, key=self._end.__getitem__)
+
+    def _begin_at(self, top: int, start_ns: int) -> None:
+        """Cut off the time of a call, and of the calls below it, before a moment."""
+        left = [top]
+        while left:
+            node = left.pop()
+            self._start[node] = max(self._start[node], start_ns)
+            below, kids = list(self._kids.get(node, ())), []
+            while below:
+                kid = below.pop()
+                if self._end[kid] > start_ns:
+                    kids.append(kid)
+                    continue
+                self._start[kid], self._caller[kid] = self._end[kid], NOBODY  # it counts for nothing
+                for lower in self._kids.pop(kid, ()):
+                    self._caller[lower] = node
+                    below.append(lower)
+            if node in self._kids:
+                self._kids[node] = kids
+            left += kids
 
     def _joined(self, nodes: Iterable[int]) -> list[Pair]:
         return joined((self._start[node], self._end[node]) for node in nodes)
