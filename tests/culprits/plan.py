@@ -73,9 +73,9 @@ class Plan:
         yield
         self.add(time.perf_counter_ns() - began_ns)
 
-    def add(self, ns: int) -> None:
-        """Add a time to what the culprit takes in this step."""
-        self._took_ns[self.step] += ns
+    def add(self, ns: int, step: int | None = None) -> None:
+        """Add a time to what the culprit takes in a step, by default in this one."""
+        self._took_ns[self.step if step is None else step] += ns
 
     def write(self) -> None:
         """Write what this process' own clock says of each step."""

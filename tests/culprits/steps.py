@@ -31,7 +31,7 @@ class SlowStep(NamedTuple):
     """End of its name; empty for any, or none."""
 
 
-RANKS, RAY = "ranks", "on_ray"
+RANKS, RAY, AHEAD = "ranks", "on_ray", "ahead"
 SLOW_STEPS = [
     SlowStep("late rank", RANKS, "late-rank", "actor 2", "load_batch"),
     SlowStep("slow data loader", RANKS, "slow-stage", "", "load_batch"),
@@ -51,6 +51,9 @@ SLOW_STEPS = [
     SlowStep("slow weight transfer", RAY, "weight-sync", "rollout 0", "sync_weights"),
     SlowStep("blocked event loop", RAY, "event-loop", "agent_loop 0", "compute_reward"),
     SlowStep("equal trajectories", RAY),
+    SlowStep("slow tool of a rollout ahead", AHEAD, "slow-tool", None, "search", "t3"),
+    SlowStep("stage of one step", AHEAD, "slow-stage", "trainer None", "export"),
+    SlowStep("equal rollouts ahead", AHEAD),
 ]
 
 

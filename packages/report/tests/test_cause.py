@@ -398,6 +398,30 @@ def test_a_part_of_a_stage_is_named_if_it_took_longer_than_all_of_the_stage_did(
     assert (whole in report.cause.sentence) == (stage == "compute_reward")
 
 
+def test_a_stage_that_no_step_near_has_is_the_cause_and_one_beside_the_path_is_not(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("update", 0, 200 * MS)
+    driver.span("evaluate", 200 * MS, 1000 * MS)
+    for number in range(8):  # in another thread: there are more of them because the step is longer
+        driver.span("trajectory", 5 * MS, 990 * MS, role="agent_loop", thread=7, trajectory=f"t{number}")
+    close(folder, 1000 * MS)
+    usual = {"trainer/update": 0.2, "agent_loop/trajectory": 1.6}
+    lines(folder, 200, usual)
+    own = StepLine(
+        step=folder.step, start_ns=folder.opened_ns, dur_ns=1000 * MS, captured=True,
+        stages={**usual, "trainer/evaluate": 0.8},
+    )  # fmt: skip
+    with RunLayout(folder.layout.root.parent).step_lines(folder.run_id).open("ab") as file:
+        file.write(msgspec.json.encode(own) + b"\n")
+    report = reported(folder)
+    assert report.cause is not None
+    assert report.baseline is not None
+    assert not report.baseline.alike
+    assert (report.cause.kind, report.cause.stage, report.cause.ns) == ("slow-stage", "evaluate", 800 * MS)
+    assert report.unexplained_ns == 0
+
+
 def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)

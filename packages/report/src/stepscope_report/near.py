@@ -69,11 +69,13 @@ def near_step(path: StepPath) -> NearStep:
 
 
 def top_stages(timeline: Timeline) -> dict[str, float]:
-    """Return {`role/stage`: seconds} of the owner's top spans, as in the recorder's lines."""
-    stages = Counter[str]()
+    """Return {`role/stage`: seconds} of the owner's top spans that began in the step, as in the recorder's
+    lines.
+    """
+    stages, start_ns = Counter[str](), timeline.window.start_ns
     for span in timeline.spans:
         is_top = span.parent is None or timeline.spans[span.parent].process != span.process
-        if span.process == 0 and is_top and span.dur_ns is not None:
+        if span.process == 0 and is_top and span.dur_ns is not None and span.start_ns >= start_ns:
             stages[f"{span.role}/{span.stage}"] += span.dur_ns
     return {stage: ns / 1e9 for stage, ns in stages.items()}
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.counters import GC
-from stepscope.files.spans import SEQUENCE
+from stepscope.files.spans import SEQUENCE, only_waits
 from stepscope.files.uncaptured import comparable
 from stepscope_report.accounting import Label, Pair, common_ns
 from stepscope_report.formatting import count, duration, middle, numbers
@@ -116,7 +116,7 @@ def explain(
         busy_hosts: Hosts whose cores were all busy.
     """
     window_ns = max(1, timeline.window.wall_ns)
-    usual_ns, steps = _usual(timeline, baseline, near)
+    usual_ns, steps = _usual(path, baseline, near)
     varies_ns = _varies_ns(baseline)
     found = [one for one in suspects if one.kind in _SURE or (one.ns or one.longer_ns) >= varies_ns]
     found += _between(window_ns, baseline)
@@ -128,7 +128,7 @@ def explain(
     if not is_longer(window_ns, usual_ns) or not _is_unusual(window_ns, baseline, near):
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
     holds = Holds(timeline, busy_hosts, middle(step.preempted for step in near) if near else 0)
-    longer = list(_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
+    longer = list(_grown(path, near) if near else _grown_at_the_top(path, baseline))
     grown = list(filter(None, map(holds.reason, longer)))
     blocks = [one for one in found if one.kind == "event-loop"]
     within = [] if near else found
@@ -217,12 +217,16 @@ def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
 
 
 def _usual(
-    timeline: Timeline, baseline: Baseline | None, near: Sequence[NearStep]
+    path: StepPath, baseline: Baseline | None, near: Sequence[NearStep]
 ) -> tuple[int | None, Sequence[int]]:
     if baseline is not None and baseline.alike and baseline.excess_ns is not None:
         return baseline.p50_ns, baseline.steps
-    if near and timeline.window.closed:
+    if near and path.graph.timeline.window.closed:
         return middle(step.wall_ns for step in near), [step.step for step in near]
+    if baseline is not None and baseline.excess_ns is not None:  # neighbours without what this step did
+        new_ns = sum(one.longer_ns for one in _grown_at_the_top(path, baseline) if one.usual_ns == 0)
+        if new_ns * 2 >= baseline.excess_ns:
+            return baseline.p50_ns, baseline.steps
     return None, ()
 
 
@@ -312,8 +316,13 @@ def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence
     return [index for index, ns in grew.items() if ns * 2 >= most_ns > 0]
 
 
-def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator[Suspect]:
-    """Yield the stages of the owner's top spans that took longer than in the recorder's lines."""
+def _grown_at_the_top(path: StepPath, baseline: Baseline | None) -> Iterator[Suspect]:
+    """Yield the stages of the owner's top spans that took longer than in the recorder's lines.
+
+    The step is longer by their growth, but at most by what they take of the critical path. What is known of a
+    wait is only its growth, because the path leads to what it waited for.
+    """
+    timeline, on_path = path.graph.timeline, _top_on_path(path)
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
     if not used or baseline is None:
         return
@@ -323,15 +332,15 @@ def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator
         usual_ns = middle(round(step.stages.get(name, 0.0) * 1e9) for step in used)
         took_ns = round(seconds * 1e9)
         role, _, stage = name.partition("/")
-        longer_ns = took_ns - usual_ns
+        waits = only_waits(stage, None)
+        longer_ns = took_ns - usual_ns if waits else min(took_ns - usual_ns, on_path[name])
         if longer_ns * LEAST_OF_CALLS < timeline.window.wall_ns:
             continue
         beside = f"in {count(len(used), 'step')} near it{without}"
         part = _grown_part(timeline, (role, stage), usual_ns + longer_ns // 2)
         if part is None:
-            yield Suspect(
-                _kind_of((role, stage)), longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside
-            )
+            kind = _kind_of((role, stage), waits=waits)
+            yield Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
             continue
         # All of the stage took less than this part of it: the part grew by at least the difference.
         label, process, part_ns = part
@@ -372,6 +381,18 @@ def _grown_part(timeline: Timeline, top: Label, least_ns: int) -> tuple[Label, i
 
 def _extents(timeline: Timeline, nodes: Sequence[int]) -> list[Pair]:
     return [(span.start_ns, timeline.until_ns(span)) for span in (timeline.spans[node] for node in nodes)]
+
+
+def _top_on_path(path: StepPath) -> Counter[str]:
+    """Return {`role/stage` of a top span: ns of the critical path in it and below it}."""
+    spans, on_path = path.graph.timeline.spans, Counter[str]()
+    for piece in path.pieces:
+        span = path.graph.span_of(piece.node)
+        while span is not None and span.parent is not None:
+            span = spans[span.parent]
+        if span is not None:
+            on_path[f"{span.role}/{span.stage}"] += piece.wall_ns
+    return on_path
 
 
 def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
