@@ -47,10 +47,10 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights at the request's first pass, or None if the engine does not know it."""
     version_ended: list[Version]
     """Version of the weights at its last pass."""
-    updates_begun: list[Number | None]
+    updates_begun: list[Number | None] | None = None
     """Number of updates of the weights from the engine's start to the request's first pass, or None if they
     are not counted."""
-    updates_ended: list[Number | None]
+    updates_ended: list[Number | None] | None = None
     """Number of updates up to its last pass."""
 
 
@@ -161,7 +161,8 @@ def check_passes(file: PassFile) -> None:
         RecordError: columns of one table differ in length, a request has no row, or times run backwards.
     """
     for table in ("requests", "passes", "served", "preempted", "weights"):
-        columns = msgspec.structs.asdict(getattr(file, table))
+        every = msgspec.structs.asdict(getattr(file, table))
+        columns = {name: column for name, column in every.items() if column is not None}
         if len({len(column) for column in columns.values()}) > 1:
             sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
             raise RecordError(f"columns of {table} differ in length: {sizes}")

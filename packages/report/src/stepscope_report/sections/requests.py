@@ -133,8 +133,8 @@ class _Reading(NamedTuple):
             computed=sum(noted.served.tokens[row] for row in self.rows),
             tokens=sum(noted.served.output[row] for row in self.rows),
             preemptions=lost,
-            version_begun=_told(versions[:1], requests.updates_begun[self.number]),
-            version_ended=_told(versions[-1:], requests.updates_ended[self.number]),
+            version_begun=_told(versions[:1], requests.updates_begun, self.number),
+            version_ended=_told(versions[-1:], requests.updates_ended, self.number),
             trained_by=self._trained_by(),
             lags=tuple(self._lags(versions, trained)),
         )
@@ -179,9 +179,11 @@ class _Reading(NamedTuple):
                 yield TokenLag(versions=lag, tokens=number)
 
 
-def _told(versions: Sequence[int | str | None], updates: int | None) -> int | str | None:
-    told = next(iter(versions), None)
-    return f"update {updates}" if told is None and updates is not None else told
+def _told(
+    versions: Sequence[int | str | None], updates: Sequence[int | None] | None, request: int
+) -> int | str | None:
+    told, number = next(iter(versions), None), None if updates is None else updates[request]
+    return f"update {number}" if told is None and number is not None else told
 
 
 def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
