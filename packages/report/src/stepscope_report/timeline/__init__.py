@@ -4,7 +4,8 @@ Imports neither torch nor Ray. Each part is imported when it is first used, beca
 trace needs few.
 
 `step` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
-places it in the step. `merge` writes both into one file.
+places it in the step. `merge` writes both into one file. `readers` turn files into events, and `clocks` put
+processes on the clock of the capture's owner.
 """
 
 from __future__ import annotations

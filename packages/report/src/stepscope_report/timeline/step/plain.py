@@ -1,4 +1,5 @@
-"""Timeline of traces that stepscope did not write: of torch.profiler, of engines, and of installed readers.
+"""Timeline of traces without a captured step: of torch.profiler, engines and installed readers, and of those
+in a timeline that `stepscope merge` wrote.
 
 Each process is known by its traces alone. Its rank is taken from `distributedInfo` or from the recording;
 else from names of files and folders, as `trace_names` reads them; else it is unknown.
