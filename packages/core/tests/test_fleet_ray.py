@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import itertools
 import os
+import pickle
 import re
 import secrets
 import signal
@@ -28,7 +29,7 @@ from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope._recording.capture import omissions
 from stepscope._recording.capture.capture import Capture
 from stepscope._recording.fanout import ray_fleet
-from stepscope._recording.fanout.in_actor import start_here
+from stepscope._recording.fanout.in_actor import Sent, start_here
 from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
 from stepscope._recording.fanout.ray_fleet import RayFleet, Worker, fleet_of, load_fleet
 from stepscope._recording.process import failures
@@ -151,6 +152,13 @@ def spans_below(config: ProfileConfig, step: int) -> list[str]:
 
 
 # All is well.
+
+
+def test_a_worker_reads_the_configuration_of_all_requests_once(request_1: StartRequest) -> None:
+    again = msgspec.structs.replace(request_1, step=2)
+    first, second = (pickle.loads(pickle.dumps(Sent(request))) for request in (request_1, again))
+    assert (first, second) == (request_1, again)
+    assert second.config is first.config
 
 
 @pytest.mark.parametrize("kind", ["sync", "threaded", "async"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from stepscope._recording import output
@@ -15,10 +17,12 @@ from stepscope._recording.fanout.messages import (
     StartAnswer,
     StartRequest,
     StopRequest,
+    WorkerRequest,
 )
 from stepscope._recording.fanout.worker_side import prepare_worker, start_worker, stop_worker
 from stepscope._recording.process import failures
 from stepscope._recording.spans import wrapping
+from stepscope.config import ProfileConfig
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError, ours
 from stepscope.files.storage.atomic import boot_id
@@ -28,6 +32,38 @@ T = TypeVar("T")
 _turn = threading.Lock()
 """Lock for preparing, starts and stops, because threaded and async actors run calls concurrently, in any
 order."""
+
+
+class Sent:
+    """A request on its way: the worker gets `request` itself.
+
+    Its configuration is pickled once for all workers, and a worker reads it once for all requests: reading
+    it checks it, which takes longer than all else in a request.
+    """
+
+    def __init__(self, request: WorkerRequest) -> None:
+        self.request = request
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: getattr(self.request, name) for name in self.request.__struct_fields__}
+        return _received, (type(self.request), {**fields, "config": _pickled(self.request.config)})
+
+
+_sent: tuple[ProfileConfig, bytes] | None = None
+"""The configuration that was sent last, and its pickle. One writer: `_pickled`."""
+_read = lru_cache(maxsize=4)(pickle.loads)
+
+
+def _pickled(config: ProfileConfig) -> bytes:
+    global _sent
+    sent = _sent
+    if sent is None or sent[0] is not config:
+        sent = _sent = (config, pickle.dumps(config))
+    return sent[1]
+
+
+def _received(kind: type[WorkerRequest], fields: dict[str, Any]) -> WorkerRequest:
+    return kind(**{**fields, "config": _read(fields["config"])})
 
 
 def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, str | None]:

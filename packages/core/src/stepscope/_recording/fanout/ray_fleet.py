@@ -20,6 +20,7 @@ import msgspec
 
 from stepscope._recording.fanout import fetch, in_actor
 from stepscope._recording.fanout.fetch import Home, Remote
+from stepscope._recording.fanout.in_actor import Sent
 from stepscope._recording.fanout.messages import (
     PrepareRequest,
     StartRequest,
@@ -187,7 +188,7 @@ class Worker:
             await self._line.ask(present)
             now_ns = self._line.stamps[-1].answered_ns
         expires_ns = now_ns + int((until_s - time.monotonic()) * 1e9)
-        answer, machine = await self._line.call(in_actor.start_here, request, expires_ns)
+        answer, machine = await self._line.call(in_actor.start_here, Sent(request), expires_ns)
         here = machine is not None and machine == boot_id()
         if here:
             _here.add(self.actor_id)
@@ -198,7 +199,7 @@ class Worker:
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
         # After a timeout here it goes on in the worker, which is then ready for a later step.
-        answer = await self._line.call(in_actor.prepare_here, request, keep=True)
+        answer = await self._line.call(in_actor.prepare_here, Sent(request), keep=True)
         outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
         process = None if answer.recorder is None else answer.recorder.key
         return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings, process=process)
