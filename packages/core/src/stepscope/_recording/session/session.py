@@ -153,7 +153,7 @@ class Session:
         self._closed = False
 
     def open_files(self) -> None:
-        """Create the folders and files. This part of opening may run on any thread."""
+        """Decide what is recorded here. This part of opening may run on any thread."""
         if self.config.export.when == "deferred":
             # What nobody has flushed since the last capture must not be written inside this one.
             output.exporter().drain(self.config.budget.export_seconds)
@@ -172,7 +172,8 @@ class Session:
             failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
             self._is_profiled = True
-        self.manifest_part.write()
+        if self.owner:  # by this file a worker sees whether it shares a folder with the owner
+            self.manifest_part.write()
 
     def prepare_profiler(self) -> None:
         """Pay the one-off costs of the profiler's library, if a profiler will start."""
