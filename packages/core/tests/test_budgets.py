@@ -159,6 +159,7 @@ def test_the_newest_steps_are_kept_and_the_removed_ones_written_down(tmp_path: P
     for step in (3, 4, 5, 6):
         with capture(step, config=config):
             pass
+    assert not output.exporter().drain(60)
     run = RunLayout(config.save_path)
     assert list(run.steps()) == [5, 6]
     assert [line.split(":")[0] for line in run.removed.read_text().splitlines()] == ["step 3", "step 4"]
@@ -181,6 +182,7 @@ def test_a_step_goes_whole_while_a_thread_still_writes_into_it(tmp_path: Path) -
     try:
         with capture(2, config=config):
             pass
+        assert not output.exporter().drain(60)
     finally:
         stop.set()
         writer.join()

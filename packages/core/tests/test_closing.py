@@ -144,6 +144,7 @@ def test_captures_that_were_rolled_back_count_among_the_steps_to_keep(
     for step in range(1, 5):
         with capture(step, config=config_of(tmp_path, budget={"keep_steps": 1})):
             pass
+    assert not output.exporter().drain(60)
     assert list(RunLayout(tmp_path).steps()) == [4]
 
 

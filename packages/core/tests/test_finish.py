@@ -291,10 +291,12 @@ def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> Non
     captured(config, 1)
     assert not output.exporter().drain(60)
     captured(config, 2)
+    assert not output.exporter().drain(60)
     assert set(layout.steps()) == {1, 2}
     go.write_text("done")
     drain()
     captured(config, 3)
+    assert not output.exporter().drain(60)
     assert set(layout.steps()) == {3}
 
 

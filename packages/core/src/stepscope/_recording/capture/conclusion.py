@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepscope._recording import output
 from stepscope._recording.after import pipeline
 from stepscope._recording.after.programs import COMMAND
 from stepscope._recording.capture import omissions, on_demand, result
@@ -20,6 +21,7 @@ from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.process import failures, identity
 from stepscope._recording.recorder import baseline, standing
+from stepscope._recording.session import activation
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
@@ -39,11 +41,14 @@ _tidied: dict[str, StepLayout] = {}
 
 
 def clean_up(session: Session) -> None:
-    """Remove old steps now, and unfinished files once this process has written its own."""
+    """Remove old steps, and unfinished files once this process has written its own.
+
+    Both walk through the run's folder, so neither a step nor its close waits for them.
+    """
     keep = session.config.budget.keep_steps
     if keep is not None:
-        _retain(RunLayout(session.config.save_path), session.run_id, keep)
-    # A walk through the run's folder: neither the opening nor the step waits for it.
+        retain = partial(_retain, RunLayout(session.config.save_path), session.run_id, keep)
+        output.exporter().then(retain, deferred=False)
     pipeline.once_written(session, partial(_tidy, session.config.save_path, session.layout))
 
 
@@ -51,12 +56,12 @@ def _retain(run: RunLayout, run_id: str, keep: int) -> None:
     """Remove the oldest captured steps of this run, so that `keep` are left. Files of other runs are not
     touched, even if they are of the same step.
 
-    A step stays while work after its capture is under way, and if its `finish.command` failed, which may
-    have been the step's copy to another place.
+    A step stays while it is captured again, while work after its capture is under way, and if its
+    `finish.command` failed, which may have been the step's copy to another place.
     """
     times = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(times, key=lambda number: times[number])[: max(0, len(times) - keep)]
-    busy = pipeline.busy_steps(run)
+    busy = {*pipeline.busy_steps(run), activation.claimed_step()}
     idle = [number for number in oldest if number not in busy]
     kept = [number for number in idle if not _is_finished(run.step(number), run_id)]
     _tell_kept(run, kept)

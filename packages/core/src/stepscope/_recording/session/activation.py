@@ -70,6 +70,12 @@ def holder() -> Taker | None:
     return None if claim is None else claim.taker
 
 
+def claimed_step() -> int | None:
+    """Return the step that is captured here now, or None."""
+    claim = _held.get(_KEY)
+    return None if claim is None else claim.step
+
+
 def forget() -> None:
     """Drop the claim in a forked child, because it belongs to the parent."""
     taker = holder()
