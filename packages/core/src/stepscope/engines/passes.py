@@ -80,6 +80,9 @@ class PassLog:
         self._kinds, self._kv_use = array("b"), array("f")
         self._counts, self._running, self._waiting = array("l"), array("l"), array("l")
         self._requests, self._tokens, self._outputs = array("l"), array("l"), array("l")
+        self._last_ids: list[str] = []
+        """Ids of the requests of the last pass; `_last_positions` are their positions."""
+        self._last_positions = array("l")
         self._preempted: list[tuple[int, str]] = []
         self._stale: Version = None
         """Version of the weights before the last update, until another one is stated; or None."""
@@ -156,9 +159,14 @@ class PassLog:
             self._running.append(running)
             self._waiting.append(waiting)
             self._kv_use.append(_UNKNOWN if kv_use is None else kv_use)
-            self._requests.extend(map(self._positions.__getitem__, tokens))
-            self._tokens.extend(tokens.values())
-            self._outputs.extend(output)
+            ids = list(tokens)
+            if ids != self._last_ids:  # a batch that decodes stays the same for many passes
+                self._last_ids = ids
+                self._last_positions = array("l", list(map(self._positions.__getitem__, ids)))
+            self._requests.extend(self._last_positions)
+            # `extend` of another iterable grows the array number by number.
+            self._tokens.fromlist(list(tokens.values()))
+            self._outputs.fromlist(list(output))
             self._preempted += [(number, request) for request in preempted]
             weights = None if weights == self._stale else weights
             if weights != (self._versions[-1][1] if self._versions else None):
@@ -274,7 +282,7 @@ class PassRing(PassLog):
         served = [ids[position] for position in self._requests[rows:]]
         self._arrived = {one: at_ns for one, at_ns in self._arrived.items() if at_ns >= since_ns}
         lost = [request for _, request in self._preempted]
-        self._positions = _Positions()
+        self._positions, self._last_ids = _Positions(), []
         self._requests = array("l", map(self._positions.__getitem__, served))
         for request in (*self._arrived, *lost):
             self._positions[request]

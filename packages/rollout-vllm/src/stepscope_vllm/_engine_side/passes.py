@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ class _Notes:
                 ended_ns,
                 _kind(output),
                 tokens,
-                [wrote.get(request, 0) for request in tokens],
+                map(wrote.get, tokens, repeat(0)),
                 running=scheduled.running,
                 waiting=scheduled.waiting,
                 kv_use=scheduled.kv_use,
