@@ -298,7 +298,7 @@ def _by_name(times: Mapping[_Name, _Times]) -> dict[tuple[KernelKind, str], _ByS
 
 
 def _shape_changes(a: _ByShapes, b: _ByShapes) -> tuple[ShapeChange, ...]:
-    """Return the shapes that changed most. None where a side ran the operator without shapes in its trace."""
+    """Return the shapes that changed most; empty if a side ran the operator without shapes in its trace."""
     if "" in a or "" in b:
         return ()
     changes = [

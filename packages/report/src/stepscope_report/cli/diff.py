@@ -240,7 +240,7 @@ def _tell(change: Diff | None, gate: Gate | None, junit: Path | None, *, json: b
 
 
 def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff | None, Gate | None]:
-    """Return the change, None where a side has no captured step, and the verdict, None without limits.
+    """Return the change, or None if a side has no captured step, and the verdict, or None without limits.
 
     Raises:
         ConfigError: as for `check_gate`.

@@ -49,7 +49,7 @@ WhatIf: TypeAlias = Callable[[Options], Saving | None]
 
 
 def no_saving(options: Options) -> None:
-    """Return None: predict no saving."""
+    """Predict no saving for any change."""
     return
 
 
