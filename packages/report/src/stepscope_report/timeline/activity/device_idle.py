@@ -220,8 +220,8 @@ class Host:
         start = self._launched.get(correlation) if correlation >= 0 else None
         return None if start is None else (start, int(self._launched_by.get(correlation) or 0))
 
-    def gaps(self, first: float, last: float) -> list[DeviceGap]:
-        """Return each gap of each device between two times, with its cause, in order."""
+    def gaps(self, first: float, last: float) -> Iterable[DeviceGap]:
+        """Return each gap of each device between two times, with its cause, by thread and time."""
         judge = _Judge(
             self._held,
             self._syncs,
@@ -229,11 +229,17 @@ class Host:
             self.names,
             knows_launches=self.knows_launches,
         )
-        causes = [
-            judge.cause(gap) for device in self.devices.values() for gap in self._gaps_of(device, first, last)
-        ]
-        causes.sort(key=lambda cause: (-1 if cause.thread is None else cause.thread, cause.at))
-        return list(self._placed(causes))
+        judged, placed = _Gaps(), _Gaps()
+        by_thread: dict[int, array[int]] = defaultdict(lambda: array("q"))
+        for device in self.devices.values():
+            for gap in self._gaps_of(device, first, last):
+                cause = judge.cause(gap)
+                by_thread[-1 if cause.thread is None else cause.thread].append(len(judged.at))
+                judged.add(DeviceGap(gap.start, gap.end, cause.kind, cause.call, "", cause.at))
+        for thread, own in sorted(by_thread.items()):
+            for found in self._placed(thread, judged, sorted(own, key=judged.at.__getitem__)):
+                placed.add(found)
+        return placed
 
     def _gaps_of(self, device: DeviceKernels, first: float, last: float) -> Iterator[Gap]:
         starts, ends = device.starts, device.ends
@@ -249,28 +255,24 @@ class Host:
         if until < last:
             yield Gap(until, last, last, -1)
 
-    def _placed(self, causes: Sequence[_Cause]) -> Iterator[DeviceGap]:
-        """Yield the gaps with the operators and the lines that were open in their causes. `causes` come by
-        thread and time.
+    def _placed(self, thread: int, gaps: _Gaps, order: Sequence[int]) -> Iterator[DeviceGap]:
+        """Yield the gaps of one thread, or of no known one (-1), with the operators and the lines that were
+        open in their causes. `order` has the gaps' numbers by time.
         """
-        by_thread: dict[int | None, list[_Cause]] = defaultdict(list)
-        for cause in causes:
-            by_thread[cause.thread].append(cause)
-        for thread, own in by_thread.items():
-            points = [cause.at for cause in own]
-            nothing = Slices()
-            operators = nothing if thread is None else self._operators.get(thread, nothing)
-            frames = nothing if thread is None else self.frames.get(thread, nothing)
-            opened = zip(own, operators.open_at(points), frames.open_at(points), strict=True)
-            for cause, around, stack in opened:
-                call = cause.call
-                if cause.kind == "synchronisation" and around:
-                    call = f"{call} in {self.names[_outermost(around, self.names)]}"
-                where = "" if cause.kind in ("queued", "unknown", "edges") else self._line(stack)
-                gap = cause.gap
-                yield DeviceGap(gap.start, gap.end, cause.kind, call or self._called(cause), where, cause.at)
+        nothing = Slices()
+        operators, frames = self._operators.get(thread, nothing), self.frames.get(thread, nothing)
+        around_of, stack_of = (
+            some.open_at(gaps.at[number] for number in order) for some in (operators, frames)
+        )
+        for number, around, stack in zip(order, around_of, stack_of, strict=True):
+            gap = gaps[number]
+            call = gap.call
+            if gap.kind == "synchronisation" and around:
+                call = f"{call} in {self.names[_outermost(around, self.names)]}"
+            where = "" if gap.kind in ("queued", "unknown", "edges") else self._line(stack)
+            yield DeviceGap(gap.start, gap.end, gap.kind, call or self._called(gap), where, gap.at)
 
-    def _called(self, cause: _Cause) -> str:
+    def _called(self, cause: DeviceGap) -> str:
         """Return the call of a kind that covers most of a gap's middle."""
         if cause.kind not in self._calls:
             return ""
@@ -292,6 +294,39 @@ class DeviceGap(NamedTuple):
     call: str
     place: str
     at: float
+
+
+class _Gaps:
+    """Gaps in 33 bytes each."""
+
+    def __init__(self) -> None:
+        self._texts = Names()
+        self._starts, self._ends, self.at = array("d"), array("d"), array("d")
+        self._kinds, self._calls, self._places = array("b"), array("i"), array("i")
+
+    def add(self, gap: DeviceGap) -> None:
+        self._starts.append(gap.start)
+        self._ends.append(gap.end)
+        self.at.append(gap.at)
+        self._kinds.append(_NUMBERS[gap.kind])
+        self._calls.append(self._texts.number(gap.call))
+        self._places.append(self._texts.number(gap.place))
+
+    def __getitem__(self, number: int) -> DeviceGap:
+        return DeviceGap(
+            self._starts[number],
+            self._ends[number],
+            GAP_KINDS[self._kinds[number]],
+            self._texts[self._calls[number]],
+            self._texts[self._places[number]],
+            self.at[number],
+        )
+
+    def __iter__(self) -> Iterator[DeviceGap]:
+        return map(self.__getitem__, range(len(self.at)))
+
+
+_NUMBERS = {kind: number for number, kind in enumerate(GAP_KINDS)}
 
 
 def _outermost(around: Sequence[tuple[float, int]], names: Names) -> int:
