@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +25,10 @@ from stepscope._recording.counters.load import (
     OpenFiles,
     ProcessCpu,
     ProcessMemory,
+    ThreadCoreWait,
     garbage,
 )
+from stepscope._recording.spans.span import thread as of_spans
 from stepscope.files.counters import EVENT_LOOP, IN
 from stepscope_report.sections.counters import late_loops
 from stepscope_report.timeline import Counter, load_step
@@ -52,6 +55,39 @@ def test_the_cpu_counter_is_what_the_kernel_bills_the_process() -> None:
     used, passed = used_s() - used, time.monotonic() - began
     assert used > 0.29
     assert percent == pytest.approx(100 * used / passed, rel=0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel has no sched-stats")
+def test_the_waits_of_a_thread_are_those_that_the_kernel_tells_it() -> None:
+    """It shares one core with a process that is as busy, so that it waits for about half of the time."""
+    source, told, ended = ThreadCoreWait(), list[float](), list[int]()
+
+    def waited_ns() -> int:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+
+    def work() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        ended.append(of_spans.id)  # as the first span of a thread asks for it
+        busy = "import time; until = time.time() + 0.6\nwhile time.time() < until: pass"
+        with subprocess.Popen([sys.executable, "-S", "-c", busy]):  # on the same core
+            time.sleep(0.1)
+            source.sample()
+            began, before = time.monotonic_ns(), waited_ns()
+            burn(0.15)
+            percents = source.sample()
+            told.append(percents[f"thread {threading.get_native_id()}"])
+            told.append(100 * (waited_ns() - before) / (time.monotonic_ns() - began))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert told[0] == pytest.approx(told[1], abs=5)
+    assert told[0] > 20
+    until = time.monotonic() + 10  # Python's thread ends a moment before the kernel's
+    while f"thread {ended[0]}" in source.sample() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert f"thread {ended[0]}" not in source.sample()
+    source.close()
 
 
 def test_memory_grows_by_what_is_allocated() -> None:

@@ -56,7 +56,12 @@ def cause_of(folder: StepFolder) -> Cause:
 
 
 def ranks(
-    root: Path, number: int, work_ms: Callable[[int], int], *, attrs: dict[str, AttrValue] | None = None
+    root: Path,
+    number: int,
+    work_ms: Callable[[int], int],
+    *,
+    attrs: dict[str, AttrValue] | None = None,
+    thread: int | None = None,
 ) -> StepFolder:
     """Ranks that each capture the step for themselves: they work in `forward`, and meet in `all_reduce`."""
     folder = StepFolder(root)
@@ -65,7 +70,7 @@ def ranks(
     for _ in range(3):
         met_ms = at_ms + max(map(work_ms, range(number))) + 2
         for rank, trainer in enumerate(trainers):
-            trainer.span("forward", at_ms * MS, (at_ms + work_ms(rank)) * MS)
+            trainer.span("forward", at_ms * MS, (at_ms + work_ms(rank)) * MS, thread=thread)
             trainer.span("all_reduce", (at_ms + work_ms(rank)) * MS, met_ms * MS, attrs=attrs)
         at_ms = met_ms + 1
     close(folder, (at_ms + 5) * MS)
@@ -569,6 +574,24 @@ def test_a_rank_that_may_have_lacked_a_core_for_as_long_is_not_named(
         assert (
             "all cores of a were busy (100 %), and 3 processes of the step used 0.6 of them" in cause.sentence
         )
+
+
+@pytest.mark.parametrize(("waited", "kind"), [(60.0, "slow-host"), (15.0, "late-rank")])
+def test_a_call_on_another_thread_is_held_by_the_waits_of_that_thread(
+    tmp_path: Path, waited: float, kind: str
+) -> None:
+    """The main thread, which runs nothing, waits for no core."""
+    folder = ranks(tmp_path, 3, lambda rank: 280 if rank == 1 else 100, thread=77)
+    for name, of, value in (
+        ("main thread waits for a core", "", 0.0),
+        ("other threads wait for a core", "thread 77", waited),
+        ("other threads wait for a core", "thread 78", 100.0),
+    ):
+        values = {0: 0.0, **{ms * MS: value for ms in range(100, 1000, 100)}}
+        folder.processes[1].counter(name, values, of=of, unit="%", kind="interval")
+    cause = cause_of(folder)
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.stage) == (kind, 1, "forward")
 
 
 @pytest.mark.parametrize(("gpu", "named"), [(3, True), (2, False), (None, False)])

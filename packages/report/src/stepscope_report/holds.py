@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from stepscope.files.counters import (
@@ -13,6 +13,7 @@ from stepscope.files.counters import (
     GPU_THROTTLED,
     MEMORY_PRESSURE,
     PREEMPTIONS,
+    THREAD_CORE_WAIT,
 )
 from stepscope.files.spans import SEQUENCE
 from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
@@ -37,7 +38,6 @@ _HOLDS: Mapping[str, _Hold] = {
     CORE_WAIT: _Hold("slow-host", "it had work and no free core for"),
 }
 """Counters in percent of the time in which something else than its work held a process."""
-_OF_MAIN_THREAD = frozenset({DISK_SLEEP, CORE_WAIT})
 _WORKS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-stage", "slow-tool", "weight-sync"})
 """Kinds whose calls may have been held. Others say already why a call was long."""
 
@@ -82,6 +82,8 @@ class Holds:
             if counter.name in _HOLDS and timeline.processes[counter.process].aligned
             for process in _described(counter, timeline)
         }
+        self._core_waits = dict(_core_waits(timeline))
+        """{(process, thread): its waits for a core}."""
         self._throttled = _throttled(timeline)
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
@@ -98,22 +100,32 @@ class Holds:
                     held += piece.value * max(0, overlap_ns)
         return round(held / 100)
 
-    def at_most_ns(self, process: int, pairs: Iterable[Pair], *, sampled: bool = True) -> int:
-        """Return the longest time for which the process may have lacked a core in these stretches.
+    def core_ns(self, process: int, pairs: Iterable[Pair], thread: int | None = None) -> int:
+        """Return how long a thread, or the main one, lacked a core in these stretches, by its samples."""
+        pieces = self._core_waits.get((process, thread or self._pid(process)), ())
+        return round(sum(piece.value / 100 * _inside_ns(pairs, piece) for piece in pieces))
 
-        A sample tells how long its main thread lacked a core since the sample before, and not when. Without
-        samples, and for threads that are not sampled, all of the time counts if all cores of the host were
-        busy.
+    def at_most_ns(
+        self, process: int, pairs: Iterable[Pair], thread: int | None = None, *, sampled: bool = True
+    ) -> int:
+        """Return the longest time for which a thread, or the main one, may have lacked a core in these
+        stretches.
+
+        A sample tells how long a thread lacked a core since the sample before, and not when. Without samples,
+        all of the time counts if all cores of the host were busy.
         """
-        pairs, pieces = joined(pairs), self._pieces.get((process, CORE_WAIT), ()) if sampled else ()
+        pairs = joined(pairs)
+        pieces = self._core_waits.get((process, thread or self._pid(process)), ()) if sampled else ()
         held = 0.0
         for piece in pieces:
-            inside_ns = union_ns(clipped(pairs, piece.start_ns, piece.end_ns))
-            held += min(inside_ns, piece.value / 100 * (piece.end_ns - piece.start_ns))
+            held += min(_inside_ns(pairs, piece), piece.value / 100 * (piece.end_ns - piece.start_ns))
         if self._timeline.processes[process].info.host in self._busy_hosts:
             covered = [(piece.start_ns, piece.end_ns) for piece in pieces]
             held += union_ns([*pairs, *covered]) - union_ns(covered)
         return round(held)
+
+    def _pid(self, process: int) -> int:
+        return self._timeline.processes[process].info.pid
 
     def reason(self, suspect: Suspect) -> Suspect | None:
         """Return the suspect with what held its process for longest, if all that held it explains half of its
@@ -132,16 +144,21 @@ class Holds:
         if process is None:
             return suspect
         own = [node for node in suspect.nodes if spans[node].process == process]
-        pid = self._timeline.processes[process].info.pid
+        pid = self._pid(process)
         every = [(spans[node].start_ns, self._timeline.until_ns(spans[node])) for node in own]
-        of_main = [pair for node, pair in zip(own, every, strict=True) if spans[node].thread == pid]
-        held = {
-            name: self.ns(process, name, [*(of_main if name in _OF_MAIN_THREAD else every), *suspect.spells])
-            for name in _HOLDS
-        }
+        of_thread: dict[int, list[Pair]] = defaultdict(list, {pid: list(suspect.spells)})
+        for node, pair in zip(own, every, strict=True):
+            of_thread[spans[node].thread].append(pair)
+        held = {name: self.ns(process, name, [*every, *suspect.spells]) for name in _HOLDS}
+        held[DISK_SLEEP] = self.ns(process, DISK_SLEEP, of_thread[pid])
+        held[CORE_WAIT] = sum(self.core_ns(process, pairs, thread) for thread, pairs in of_thread.items())
         if sum(held.values()) * 2 < suspect.longer_ns:
             meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send
-            core_ns = self.at_most_ns(process, [*of_main, *suspect.spells], sampled=not meets)
+            core_ns = sum(
+                self.at_most_ns(process, pairs, thread, sampled=not meets)
+                for thread, pairs in of_thread.items()
+                if thread == pid or (process, thread) in self._core_waits
+            )
             return None if core_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
         collects = held[GC] * 2 >= suspect.longer_ns  # while it collects, it may also lack a core
         name = GC if collects else max(held, key=lambda name: held[name])
@@ -162,7 +179,7 @@ class Holds:
         infos = {call.process: self._timeline.processes[call.process].info for call in calls}
         return any(
             infos[call.process].host in self._busy_hosts
-            and (call.thread != infos[call.process].pid or (call.process, CORE_WAIT) not in self._pieces)
+            and (call.process, call.thread) not in self._core_waits
             for call in calls
         )
 
@@ -180,17 +197,53 @@ class Holds:
 
     def busy_host(self, path: StepPath) -> Suspect | None:
         """Return the lack of cores on the critical path, or None if no process lacked one."""
-        pairs = _by_process(path)
-        held = {process: self.ns(process, CORE_WAIT, own) for process, own in pairs.items()}
-        process = max(held, key=lambda process: held[process], default=None)
-        if process is None or not held[process]:
+        held = Counter[int]()
+        for (process, thread), pairs in self._by_thread(path).items():
+            held[process] += self.core_ns(process, pairs, thread)
+        most = max(held, key=lambda process: held[process], default=None)
+        if most is None or not held[most]:
             return None
         ns = sum(held.values())
-        return Suspect("slow-host", ns, ns, process=process, because=self._say_host(process))
+        return Suspect("slow-host", ns, ns, process=most, because=self._say_host(most))
 
     def may_lack_ns(self, path: StepPath) -> int:
         """Return the longest time for which processes on the critical path may have lacked a core."""
-        return sum(self.at_most_ns(process, own) for process, own in _by_process(path).items())
+        return sum(
+            self.at_most_ns(process, pairs, thread)
+            for (process, thread), pairs in self._by_thread(path).items()
+        )
+
+    def _by_thread(self, path: StepPath) -> dict[tuple[int, int], list[Pair]]:
+        """Return the stretches of the critical path by process and thread. Those outside of calls, and those
+        of threads without samples, count for the main thread.
+        """
+        found: dict[tuple[int, int], list[Pair]] = defaultdict(list)
+        for piece in path.pieces:
+            process, span = path.graph.process_of(piece.node), path.graph.span_of(piece.node)
+            key = (process, self._pid(process) if span is None else span.thread)
+            key = key if key in self._core_waits else (process, self._pid(process))
+            found[key].append((piece.start_ns, piece.end_ns))
+        return found
+
+
+def _inside_ns(pairs: Iterable[Pair], piece: Piece) -> int:
+    return union_ns(clipped(pairs, piece.start_ns, piece.end_ns))
+
+
+def _core_waits(timeline: Timeline) -> Iterator[tuple[tuple[int, int], list[Piece]]]:
+    """Yield ((process, thread), its waits for a core). A thread that was first sampled after the step has
+    none.
+    """
+    for counter in timeline.counters:
+        process = timeline.processes[counter.process]
+        if not process.aligned:
+            continue
+        if counter.name == CORE_WAIT:
+            yield (counter.process, process.info.pid), pieces_of(counter, timeline)
+        thread = counter.of.removeprefix("thread ")
+        is_known = counter.name == THREAD_CORE_WAIT and thread.isdecimal()
+        if is_known and counter.times_ns[0] <= timeline.window.end_ns:
+            yield (counter.process, int(thread)), pieces_of(counter, timeline)
 
 
 def _throttled(timeline: Timeline) -> dict[int, tuple[str, list[Pair]]]:
@@ -209,10 +262,3 @@ def _throttled(timeline: Timeline) -> dict[int, tuple[str, list[Pair]]]:
         for index, process in enumerate(timeline.processes)
         if (gpu := gpus.get(process.info.key))
     }
-
-
-def _by_process(path: StepPath) -> dict[int, list[Pair]]:
-    pairs: dict[int, list[Pair]] = defaultdict(list)
-    for piece in path.pieces:
-        pairs[path.graph.process_of(piece.node)].append((piece.start_ns, piece.end_ns))
-    return pairs

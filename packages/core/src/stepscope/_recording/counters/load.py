@@ -19,6 +19,7 @@ from zlib import crc32
 
 from stepscope._recording.process import ray_connection
 from stepscope._recording.process.identity import initialised
+from stepscope._recording.spans.span import threads
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
 from stepscope.files.counters import (
@@ -28,10 +29,15 @@ from stepscope.files.counters import (
     HOST_CPU,
     MEMORY_PRESSURE,
     PROCESS_CPU,
+    THREAD_CORE_WAIT,
     TORCH_RESERVED,
     CounterKind,
     CounterScope,
 )
+
+_MOST_THREADS = 200
+"""Largest number of threads whose waits for a core one sampler tells: a program may start one for each
+call."""
 
 
 class ProcessCpu(CounterSource):
@@ -78,6 +84,47 @@ class OpenFiles(CounterSource):
         return {"": float(len(os.listdir("/proc/self/fd")) - 1)}
 
 
+class _Waits:
+    """Time in which threads had work and no core, since the last call (`schedstat` of the kernel's docs).
+
+    A read of an open file takes 1 us, and opening it 8 us.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        """{thread: descriptor of its file}."""
+        self._last: dict[int, tuple[int, int]] = {}
+        """{thread: (time, its waits until then)}, in ns."""
+
+    def percent(self, thread: int) -> float | None:
+        """Return the waits of a thread in percent of the time since the last call for it; 0 at the first
+        call, and None if the thread has ended.
+        """
+        try:
+            if thread not in self._files:
+                self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+            at_ns = time.monotonic_ns()
+            waited_ns = int(os.pread(self._files[thread], 64, 0).split()[1])
+        except ours(OSError):
+            self.forget(thread)
+            return None
+        before_ns, until_then_ns = self._last.get(thread, (at_ns, waited_ns))
+        self._last[thread] = at_ns, waited_ns
+        if at_ns == before_ns:
+            return 0.0
+        return min(100.0, 100 * (waited_ns - until_then_ns) / (at_ns - before_ns))
+
+    def forget(self, thread: int) -> None:
+        self._last.pop(thread, None)
+        file = self._files.pop(thread, None)
+        if file is not None:
+            os.close(file)
+
+    def close(self) -> None:
+        for thread in list(self._files):
+            self.forget(thread)
+
+
 class CoreWait(CounterSource):
     """Time in which the main thread had work and no core, in percent of the time since the previous
     sample.
@@ -88,19 +135,47 @@ class CoreWait(CounterSource):
     kind: CounterKind = "interval"
 
     def __init__(self) -> None:
-        self._at_ns, self._waited_ns = time.monotonic_ns(), _waited_ns()
+        self._waits = _Waits()
+        self._waits.percent(os.getpid())
 
     def sample(self) -> Mapping[str, float]:
-        at_ns, waited_ns = time.monotonic_ns(), _waited_ns()
-        passed_ns, since_ns = at_ns - self._at_ns, waited_ns - self._waited_ns
-        self._at_ns, self._waited_ns = at_ns, waited_ns
-        return {"": min(100.0, 100 * since_ns / passed_ns)} if passed_ns > 0 else {}
+        percent = self._waits.percent(os.getpid())
+        return {} if percent is None else {"": percent}
+
+    def close(self) -> None:
+        self._waits.close()
 
 
-def _waited_ns() -> int:
-    """Return how long the main thread waited on the run queue so far (sched-stats of the kernel's docs)."""
-    with open("/proc/self/schedstat", "rb") as file:
-        return int(file.read().split()[1])
+class ThreadCoreWait(CounterSource):
+    """The same of each other thread with spans, by its native id. The first sample of a thread is 0."""
+
+    name = THREAD_CORE_WAIT
+    unit = "%"
+    kind: CounterKind = "interval"
+
+    def __init__(self) -> None:
+        self._waits = _Waits()
+        self._seen: set[int] = set()
+
+    def sample(self) -> Mapping[str, float]:
+        found = {}
+        for thread in self._threads():
+            percent = self._waits.percent(thread)
+            if percent is not None:
+                found[f"thread {thread}"] = percent
+            else:
+                with suppress(ValueError):  # another sampler removed it
+                    threads.remove(thread)
+        return found
+
+    def _threads(self) -> Iterator[int]:
+        for thread in tuple(threads):
+            if thread in self._seen or (thread != os.getpid() and len(self._seen) < _MOST_THREADS):
+                self._seen.add(thread)
+                yield thread
+
+    def close(self) -> None:
+        self._waits.close()
 
 
 class DiskSleep(CounterSource):
@@ -127,6 +202,7 @@ def process_load() -> Iterator[CounterSource]:
         yield OpenFiles()
     if os.path.exists("/proc/self/schedstat"):
         yield CoreWait()
+        yield ThreadCoreWait()
         yield DiskSleep()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Token
 from threading import get_native_id
@@ -43,11 +44,16 @@ class SpanSink(Protocol):
     """{span of another log: its number in this one's file}: the spans that ran when this log began."""
 
 
+threads: deque[int] = deque(maxlen=64)
+"""Native ids of the last threads that opened their first span here."""
+
+
 class _Thread(threading.local):
     """Cached native id of the running thread. Asking the kernel takes 0.2 us of a span's 1.0 us."""
 
     def __init__(self) -> None:
         self.id = get_native_id()
+        threads.append(self.id)
 
 
 thread = _Thread()
