@@ -222,6 +222,7 @@ def test_ranks_of_one_host_that_are_all_slow_are_a_slow_host(tmp_path: Path) -> 
     cause = cause_of(folder)
     assert cause.process is not None
     assert (cause.kind, cause.process.host) == ("slow-host", "b")
+    assert "on host a: " in cause.sentence
     assert cause.ns == pytest.approx(200 * MS, rel=0.1)
 
 

@@ -399,7 +399,7 @@ class _Lineup:
         others = {process: one for process, one in compared.items() if process != slowest}
         if self._busy_ns(work) < middle(map(self._busy_ns, others.values())):
             return None
-        slow = [slowest]
+        slow, beside = [slowest], self._others(slowest, compared)
         if kind != "uneven-batch":
             slow += (
                 process
@@ -410,6 +410,8 @@ class _Lineup:
             of_host = {p for p in compared if self._timeline.processes[p].info.host == host}
             if len(slow) > 1 and of_host == set(slow) and len(of_host) < len(compared):
                 kind = "slow-host"
+                hosts = {self._timeline.processes[p].info.host for p in compared} - {host}
+                beside = f"on host {hosts.pop()}" if len(hosts) == 1 else f"on {len(hosts)} other hosts"
         cuts = {
             node: self._own_ns[node] * (one.own_ns - usual_ns(one)) // one.own_ns
             for one in map(compared.__getitem__, slow)
@@ -423,7 +425,7 @@ class _Lineup:
             slowest,
             work.own_ns,
             work.own_ns - longer_ns,
-            self._others(slowest, compared),
+            beside,
             evidence=tuple(self._say_work(slowest, slow, compared)),
             nodes=tuple(cuts),
         )
