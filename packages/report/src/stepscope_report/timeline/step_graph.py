@@ -2,6 +2,8 @@
 
 Each span is a node. It has one caller, which waits for it: the span above it, the span that made its request,
 or the call of the owner in which it lies. Other nodes belong to the root of their process.
+
+One file above 500 lines: the nodes, their callers and what each waited for are one graph.
 """
 
 from __future__ import annotations
