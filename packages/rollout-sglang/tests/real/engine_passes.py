@@ -39,11 +39,11 @@ async def play(engine: Any, number: int, answers: dict[str, Any]) -> None:
         record_request(this_turn, answers[name])
 
 
-def config_of(folder: Path) -> ProfileConfig:
+def config_of(folder: Path, **settings: object) -> ProfileConfig:
     return ProfileConfig(
         save_path=folder,
         steps="1:9",
-        roles={"rollout": {"ranks": "all", "engine": {"iterations": {"count": 3}}}},
+        roles={"rollout": {"ranks": "all", "engine": {"iterations": {"count": 3}, **settings}}},
         torch={"activities": ["cpu"]},
     )
 
@@ -64,6 +64,25 @@ async def update_weights(manager: Any, **version: str) -> None:
         assert done, message
     if has_sessions:
         await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+
+
+def test_passes_are_noted_without_a_profile_and_none_is_left_armed(engine: Any, tmp_path: Path) -> None:
+    answers: dict[str, Any] = {}
+
+    async def step(number: int, config: ProfileConfig) -> None:
+        async with capture(number, engines=engine, config=config):
+            await asyncio.gather(*(play(engine, one, answers) for one in range(4)))
+
+    for number in (1, 2):
+        on_its_loop(engine, step(number, config_of(tmp_path, profiler="passes")))
+        (passes,) = load_step(tmp_path / f"step_00000{number}").passes
+        served = passes.noted.served
+        told = [answer["meta_info"] for answer in answers.values()]
+        assert sum(served.output) == sum(one["completion_tokens"] for one in told)
+        assert sum(served.tokens) == sum(one["prompt_tokens"] + one["completion_tokens"] - 1 for one in told)
+    assert not list(tmp_path.rglob("*trace.json*"))
+    on_its_loop(engine, step(3, config_of(tmp_path)))
+    assert list(tmp_path.rglob("*trace.json*"))
 
 
 def test_weights_without_a_version_have_the_number_of_their_update(engine: Any, tmp_path: Path) -> None:

@@ -75,6 +75,29 @@ def test_the_counters_of_a_server_are_what_its_client_counts(server: str, tmp_pa
     assert rows["generation tokens"].increase == 12
 
 
+def test_the_passes_of_a_server_are_noted_without_its_profiler(server: str, tmp_path: Path) -> None:
+    """The second capture is of an idle server, and the third shows that no profile is left armed."""
+    roles = {"rollout": {"ranks": "all", "engine": {"profiler": "passes"}}}
+    alone = ProfileConfig(save_path=tmp_path, steps="0:9", roles=roles)
+    with capture(1, engines=[SglangServer(server)], config=alone) as cap:
+        for _ in range(3):
+            post(server, 4)
+    cap.result.raise_for_missing()
+    (passes,) = load_step(tmp_path / "step_000001").passes
+    assert (len(passes.noted.requests.id), sum(passes.noted.served.output)) == (3, 12)
+    assert sum(passes.noted.served.tokens) == 9 + 12 - 3
+    with capture(2, engines=[SglangServer(server)], config=alone) as cap:
+        pass
+    cap.result.raise_for_missing()
+    assert not list(tmp_path.rglob("*trace.json*"))
+    with capture(
+        3, engines=[SglangServer(server)], config=ProfileConfig(save_path=tmp_path, steps="3")
+    ) as cap:
+        post(server, 4)
+    cap.result.raise_for_missing()
+    assert list(tmp_path.rglob("*trace.json*"))
+
+
 async def test_sglang_stops_by_itself_after_the_count(server: str, tmp_path: Path) -> None:
     profiler = SglangServer(server)
     wanted = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(count=2))

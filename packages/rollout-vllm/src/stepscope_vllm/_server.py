@@ -17,7 +17,6 @@ from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableE
 from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.passes import take
-from stepscope.engines.protocol import refuse_passes_alone
 from stepscope.errors import EngineError
 from stepscope.files.passes import SUFFIX, PassFile
 from stepscope_vllm import _versions
@@ -26,6 +25,7 @@ from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import target
 from stepscope_vllm._driving.target import Started
 from stepscope_vllm._engine_side import plugin
+from stepscope_vllm._engine_side.passes import ALONE
 from stepscope_vllm._files import engine_folder
 from stepscope_vllm._files.traces import Layout
 from stepscope_vllm._versions import Dialect
@@ -34,6 +34,8 @@ ASK_S = 10.0
 """The timeout of short requests: version, routes, metrics."""
 _START_S = 60.0
 """Timeout of a start, which waits for all workers, of which each may be in a long prefill."""
+_NEVER = 1 << 30
+"""Number of an iteration that no capture reaches."""
 BUILT = (
     'Fix: serve it with `--profiler-config \'{"profiler": "torch", "torch_profiler_dir": "/a/shared/folder", '
     '"torch_profiler_with_stack": false, "ignore_frontend": true}\'` (stepscope_vllm.server_args), or with '
@@ -83,8 +85,10 @@ class ServerTarget:
         self._name = name
         self._frontends = await asyncio.to_thread(engine_folder.of_frontends, self.folder)
         if self._dialect.prefix == "every start":
-            body["profile_prefix"] = name
-        if self._dialect.bounds:
+            body["profile_prefix"] = name if capture.profiler else f"{name}{ALONE}"
+        if not capture.profiler:  # a server without the plugin begins no recording either
+            body["delay_iterations"], body["max_iterations"] = _NEVER, 1
+        elif self._dialect.bounds:
             body["delay_iterations"] = capture.iterations.start
             body["max_iterations"] = capture.iterations.count or 0
         try:
@@ -261,11 +265,15 @@ class VllmServer(ReplicaProfiler):
             )
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
-        refuse_passes_alone(capture)
         if self._dialect is None or self._folder is None:
             self.check()
         if self._dialect is None:
             raise EngineError("the server was not checked")
+        if not capture.profiler and not (self._dialect.prefix == "every start" and self._dialect.bounds):
+            raise EngineError(
+                f"roles.rollout.engine.profiler is passes, and {self._unnamed()}, which passes alone need. "
+                "Fix: vLLM 0.32.0 or later, or engine.profiler: on"
+            )
         return options.unable(capture, {}, self._dialect, self._version, aimed=False)
 
     async def start(self, capture: EngineCapture) -> None:

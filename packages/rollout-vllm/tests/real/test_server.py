@@ -80,6 +80,33 @@ def test_a_loop_captures_two_steps_of_a_server(
     assert not [name for name in os.listdir(served.folder) if "trace" in name]
 
 
+@pytest.mark.skipif(not BOUNDS, reason="older servers are not told the names of captures")
+def test_the_passes_of_a_server_are_noted_without_its_profiler(
+    served: Served, config: ProfileConfig, run_folder: Path
+) -> None:
+    """The second capture is of an idle server, and the third shows that its profiler is free."""
+    roles = {"rollout": {"ranks": "all", "engine": {"profiler": "passes"}}}
+    alone = ProfileConfig(save_path=run_folder, steps="0:1000", roles=roles)
+    server = VllmServer(served.url, served.folder)
+    with capture(930, engines=[server], config=alone) as cap:
+        for tokens in (3, 4, 5):
+            served.complete(tokens)
+    cap.result.raise_for_missing()
+    (passes,) = load_step(run_folder / "step_000930").passes
+    noted = passes.noted
+    assert (len(noted.requests.id), sum(noted.served.output)) == (3, 12)
+    assert sum(noted.served.tokens) == 3 * len("hello world") + 12 - 3
+    with capture(931, engines=[server], config=alone) as cap:
+        pass
+    cap.result.raise_for_missing()
+    traces = [file for step in (930, 931) for file in (run_folder / f"step_000{step}").rglob("*.pt.trace*")]
+    assert [*traces, *served.folder.glob("*930*"), *served.folder.glob("*931*")] == []
+    with capture(932, engines=[server], config=config) as cap:
+        served.complete()
+    cap.result.raise_for_missing()
+    assert list((run_folder / "step_000932").rglob("*.pt.trace.json.gz"))
+
+
 def test_the_counters_of_a_server_are_what_its_client_counts(served: Served, config: ProfileConfig) -> None:
     with capture(920, engines=[VllmServer(served.url, served.folder)], config=config) as cap:
         for _ in range(3):

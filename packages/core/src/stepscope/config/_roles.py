@@ -171,8 +171,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     profiler: bool | Literal["passes"] = True
     """`off`: no engine is recorded, neither those given to `capture` nor those of `instrument` entries.
-    `passes`: the engine's own profiler does not run, and its forward passes are noted: vLLM in the process or
-    in Ray actors."""
+    `passes`: the engine's own profiler does not run, and its forward passes are noted."""
     iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
     """Engine iterations that are recorded."""
     by_stage: bool = False

@@ -14,7 +14,7 @@ from stepscope_sglang._capture.abilities import lacks_plugin, risk_of_whole_capt
 from stepscope_sglang._capture.options import expect_first_profiler, plan
 from stepscope_sglang._capture.outcome import Recording
 from stepscope_sglang._driving.target import EngineFacts, Target
-from stepscope_sglang._engine_side.states import COUNT, SCOPES_END, SENDS_QUIET, counts_in
+from stepscope_sglang._engine_side.states import ALONE, COUNT, SCOPES_END, SENDS_QUIET, counts_in
 from stepscope_sglang._files.capture_folder import CaptureFolder
 
 log = logging.getLogger("stepscope")
@@ -56,7 +56,7 @@ def check_options(capture: EngineCapture, facts: EngineFacts) -> dict[str, str]:
     Raises:
         EngineError: even such an engine cannot record this capture. The message has the reason.
     """
-    return plan(capture, facts, ({COUNT: 0, SCOPES_END: True, SENDS_QUIET: True},)).ignored
+    return plan(capture, facts, ({COUNT: 0, SCOPES_END: True, SENDS_QUIET: True, ALONE: True},)).ignored
 
 
 def warn(text: str) -> None:
@@ -93,12 +93,12 @@ def _states(target: Target, capture: EngineCapture, facts: EngineFacts) -> Seque
     """Return the states of the schedulers, if the plan depends on them; else empty."""
     later = capture.iterations.start > 0 and not capture.by_stage
     by_stage = capture.by_stage and stages_end_in_scopes(facts)
-    if not (later or by_stage or facts.pp > 1):
+    if not (later or by_stage or facts.pp > 1 or not capture.profiler):
         return ()
     try:
         return target.states()
     except EngineError:
-        if later:
+        if later or not capture.profiler:
             raise
         return ()  # an engine that does not answer counts as one without our plugin
 

@@ -21,6 +21,8 @@ from stepscope_sglang import _versions
 from stepscope_sglang._capture.abilities import recorded_activities, why_no_stages
 from stepscope_sglang._driving.target import EngineFacts
 from stepscope_sglang._engine_side.states import (
+    ALONE,
+    all_show,
     counts_in,
     v2_in,
     why_not_shown,
@@ -73,6 +75,8 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
         EngineError: the engine cannot record this capture. The message has the reason.
     """
     expect_first_profiler(facts, states)
+    if not capture.profiler:
+        return _plan_of_passes(capture, facts, states)
     ignored: dict[str, str] = {}
     passed = _passed(capture, facts, ignored)
     by_stage = capture.by_stage and _can(ignored, "by_stage", why_no_stages(facts, states))
@@ -96,6 +100,31 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
         by_stage=by_stage,
         merged=merged,
         ignored=ignored,
+    )
+
+
+def _plan_of_passes(capture: EngineCapture, facts: EngineFacts, states: Sequence[object]) -> Plan:
+    """Return a plan whose profile never begins: the plugin notes the passes from its request on.
+
+    Raises:
+        EngineError: a scheduler lacks the plugin, or no passes are wanted.
+    """
+    since, why = _versions.PLUGINS_SINCE, None
+    if _versions.older(facts.version, since):
+        why = f"sglang {facts.version} loads no plugin. Fix: sglang {since} or later, or engine.profiler: on"
+    elif not all_show(states, ALONE):
+        why = why_not_shown(states)
+    elif not capture.passes:
+        why = "engine.passes is 0. Fix: the number of passes to note, or engine.profiler: on"
+    if why is not None:
+        raise EngineError(f"roles.rollout.engine.profiler is passes: {why}")
+    return Plan(
+        request={"activities": ["CPU"], "start_step": UNBOUNDED},
+        start=0,
+        count=None,
+        by_stage=False,
+        merged=False,
+        ignored={},
     )
 
 

@@ -20,6 +20,7 @@ from stepscope_sglang._files.capture_folder import Content, File, Stage, TraceNa
 
 DECODE_MIN = "SGLANG_PROFILE_BY_STAGE_DECODE_MIN_BS"
 """Number of requests at which the stage of decoding begins to be recorded (0.5.20 and later)."""
+_IDLE = "the engine ran no forward pass during the capture"
 
 
 def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact]:
@@ -31,10 +32,12 @@ def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact
     Raises:
         EngineError: nothing was recorded. The message has the reason.
     """
+    if not recording.capture.profiler:
+        return []
     folder = recording.folder
     files = [file for file in recording.files() if not complete_only or folder.is_complete(file)]
     if not files and recording.is_idle:
-        recording.ignored[IDLE] = "the engine ran no forward pass during the capture"
+        recording.ignored[IDLE] = _IDLE
         return []
     if not files:
         raise EngineError(_why_nothing(recording))
@@ -50,9 +53,14 @@ def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact
 def publish_passes_of(recording: Recording) -> list[Artifact]:
     """Publish the notes of the schedulers' passes."""
     files = recording.folder.passes()
+    if not files and not recording.capture.profiler and recording.failure is None:
+        raise EngineError(f"no scheduler noted its passes. {why_not_shown(recording.states)}")
     if not files and recording.capture.passes and recording.failure is None and not recording.is_idle:
         recording.ignored["passes"] = f"no scheduler noted its passes. {why_not_shown(recording.states)}"
-    return [one for file in files for one in publish_passes(file, recording.capture)]
+    artifacts = [one for file in files for one in publish_passes(file, recording.capture)]
+    if not artifacts and not recording.capture.profiler:
+        recording.ignored[IDLE] = _IDLE
+    return artifacts
 
 
 def publish_late(recording: Recording, *, wanted: bool) -> bool:

@@ -16,7 +16,6 @@ from stepscope.engines import (
     refuse_second_start,
 )
 from stepscope.engines.own_thread import WorkThread
-from stepscope.engines.protocol import refuse_passes_alone
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang._capture.opening import check_facts, check_options, prepared
@@ -43,14 +42,12 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
             check_facts(facts)
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
-        refuse_passes_alone(capture)
         ignored: dict[str, str] = {}
         for facts in self._facts():
             ignored.update(check_options(capture, facts))
         return ignored
 
     async def start(self, capture: EngineCapture) -> None:
-        refuse_passes_alone(capture)
         refuse_second_start(self._capture)
         self._capture = capture
         try:

@@ -74,7 +74,7 @@ class Session:
         recording = self.recording
         recording.folder.make(open_to_all=recording.remote)
         if recording.capture.passes:
-            recording.folder.ask_passes(recording.capture.passes)
+            recording.folder.ask_passes(recording.capture.passes, alone=not recording.capture.profiler)
         try:
             self._start({**recording.plan.request, "output_dir": str(recording.folder.path)})
         except BaseException:
@@ -134,6 +134,9 @@ class Session:
         """Stop the engine's recording, and make sure that no start is left waiting."""
         recording = self.recording
         if recording.state != "armed":
+            return
+        if not recording.capture.profiler:
+            recording.state, self._left = "unused", False  # no profile began, and none waits
             return
         recording.state = "stopped"  # also where the next line raises: there is no second stop
         if recording.is_bounded and outcome.has_stopped_by_itself(recording):

@@ -25,6 +25,8 @@ ASK, END = ".stepscope-passes", ".stepscope-passes-end"
 """Files in a capture's folder: the number of passes to note, and the end of the capture."""
 SCRAP = "-scrap"
 """End of the name of the folder of a recording that replaces a start which waits."""
+ALONE = ".stepscope-passes-alone"
+"""File in the folder of a capture for which no profile shall begin."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _notes: Notes | None = None
 """The notes of this process' scheduler, or None. Writers: `begin` and `end`."""
@@ -94,6 +96,11 @@ def end() -> None:
     dp = _number(notes.scheduler, "dp_rank")
     stem = f"passes-dp{dp}-{socket.gethostname()}-pid{os.getpid()}"
     passes.write(passes.encoded(notes.log.file(dp)), notes.folder, stem)
+
+
+def are_alone(folder: Path) -> bool:
+    """Return whether the capture of a folder wants passes without a profile."""
+    return (folder / ALONE).exists()
 
 
 def _is_first(scheduler: Any) -> bool:

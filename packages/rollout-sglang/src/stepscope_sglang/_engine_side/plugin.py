@@ -29,6 +29,7 @@ import msgspec
 from stepscope.files import switch
 from stepscope_sglang._engine_side import passes
 from stepscope_sglang._engine_side.states import (
+    ALONE,
     COUNT,
     PROFILE_V2,
     RECORDINGS,
@@ -168,7 +169,10 @@ def _with_notes(original: Callable[..., T]) -> Callable[..., T]:
         result = original(profiler, *args, **kwargs)
         with suppress(Exception):  # another version may keep it elsewhere
             if _scheduler is not None:
-                passes.begin(_scheduler, Path(profiler.torch_profiler_output_dir))
+                folder = Path(profiler.torch_profiler_output_dir)
+                passes.begin(_scheduler, folder)
+                if passes.are_alone(folder):
+                    profiler.profiler_start_forward_ct = None  # the profile that was armed never begins
         return result
 
     noted._stepscope_notes = True  # type: ignore[attr-defined]  # so that it is wrapped once
@@ -233,4 +237,11 @@ def show(answer: Any, scheduler: Any, *_: object) -> None:
 @cache
 def _of_this_process() -> dict[str, object]:
     rpd = find_spec(RPD_LIBRARY) is not None
-    return {SCOPES_END: True, SENDS_QUIET: _quiet, VERSION: own_version(), PROFILE_V2: profile_v2(), RPD: rpd}
+    return {
+        SCOPES_END: True,
+        SENDS_QUIET: _quiet,
+        ALONE: True,
+        VERSION: own_version(),
+        PROFILE_V2: profile_v2(),
+        RPD: rpd,
+    }

@@ -40,6 +40,9 @@ RPD = "stepscope_rpd"
 RECORDINGS = "stepscope_recordings"
 """Key of the latest `Stamp`s, one for each time that the profiler started or wrote."""
 
+ALONE = "stepscope_passes_alone"
+"""Key that is true if a capture can note passes without SGLang's profiler."""
+
 STAGES = "stepscope_stages"
 """Key of the numbers of prefill and decode passes since the latest capture by stage began."""
 
@@ -90,7 +93,9 @@ def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
 
 
 def all_show(states: Sequence[object], name: str) -> bool:
-    """Return whether `SCOPES_END` or `SENDS_QUIET` (as `name`) is true in every data-parallel scheduler."""
+    """Return whether `SCOPES_END`, `SENDS_QUIET` or `ALONE` (as `name`) is true in every data-parallel
+    scheduler.
+    """
     values = _shown(states, name)
     return bool(values) and all(values)
 

@@ -18,7 +18,7 @@ from stepscope.engines.artifacts import recorded_window
 from stepscope.engines.passes import take
 from stepscope.errors import EngineError
 from stepscope.files.passes import SUFFIX, PassFile
-from stepscope_sglang._engine_side.passes import ASK, END
+from stepscope_sglang._engine_side.passes import ALONE, ASK, END
 
 Stage: TypeAlias = Literal["prefill", "decode"]
 Kind: TypeAlias = Literal["torch_trace", "merged_trace", "cuda_memory_snapshot"]
@@ -182,9 +182,15 @@ class CaptureFolder:
                 f"of the capture: {error}. Fix: a save_path that can be written"
             ) from error
 
-    def ask_passes(self, most: int) -> None:
-        """Ask the schedulers to note their passes. To be called before the profile starts."""
+    def ask_passes(self, most: int, *, alone: bool) -> None:
+        """Ask the schedulers to note their passes. To be called before the profile starts.
+
+        Args:
+            alone: Whether no profile shall begin.
+        """
         (self.path / ASK).write_text(str(most))
+        if alone:
+            (self.path / ALONE).touch()
 
     def end_passes(self) -> None:
         """Tell the schedulers that the capture has ended. They write when they are asked for their state."""

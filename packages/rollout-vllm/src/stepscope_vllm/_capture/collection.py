@@ -236,9 +236,15 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
     if not recording.capture.passes:
         return []
     files = recording.target.take_passes()
+    if not files and not recording.capture.profiler:
+        remove(recording)  # the empty traces of a server without our plugin
+        raise EngineError(f"the engine noted no passes. {PASSES_NEEDED}")
     if not files:
         recording.ignored.setdefault("passes", f"the engine noted no passes. {PASSES_NEEDED}")
-    return [one for file in files for one in publish_passes(file, recording.capture)]
+    artifacts = [one for file in files for one in publish_passes(file, recording.capture)]
+    if not artifacts and not recording.capture.profiler:
+        recording.ignored[IDLE] = "the engine ran no forward pass during the capture"
+    return artifacts
 
 
 def files_of(recording: Recording, started: Started, late: Recording | None) -> set[str]:

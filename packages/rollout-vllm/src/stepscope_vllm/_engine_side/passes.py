@@ -32,6 +32,8 @@ _MOST = 100_000
 """Largest number of passes for a profile that a server starts, which does not say how many are wanted."""
 _CAPTURE = re.compile(r"step_\d{6,}_")
 """Beginning of the names of stepscope's captures."""
+ALONE = ".passes"
+"""End of the name of a profile that a server starts for its passes alone: vLLM's profiler does not run."""
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
 """End that vLLM appends to the id of a request."""
 _UPDATES = re.compile(r"(update|load|sync|receive)\w*weight|weight\w*(update|load|sync)")
@@ -109,10 +111,13 @@ def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
         notes = getattr(self, _NOTES, None)
         is_free = notes is None or notes.log is notes.ring
         ours = is_start and _CAPTURE.match(profile_prefix or "") and is_free
+        alone = (profile_prefix if is_start or notes is None else notes.prefix) or ""
         if not is_start:
             with suppress(Exception):  # the profile matters more
                 _write(self)
-        result = profile(self, is_start, profile_prefix, *args, **kw)
+        result = None
+        if not alone.endswith(ALONE):
+            result = profile(self, is_start, profile_prefix, *args, **kw)
         if ours:
             with suppress(Exception):
                 begin(self, _MOST)
@@ -126,7 +131,7 @@ def _write(core: Any) -> None:
     notes = getattr(core, _NOTES, None)
     if notes is None or notes.prefix is None:
         return
-    prefix, content = notes.prefix, end(core)
+    prefix, content = notes.prefix.removesuffix(ALONE), end(core)
     folder = core.vllm_config.profiler_config.torch_profiler_dir
     if content is not None and folder:
         stem = f"{prefix}_dp{dp_of(core.vllm_config)}_{socket.gethostname()}_pid{os.getpid()}"
