@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from stepscope import ProfileConfig, capture
+from stepscope.backends.counters import CounterSource
+from stepscope.engines import waiting
+from stepscope.engines.metrics import RUNNING, EngineMetrics
 from stepscope.files.manifest.records import IDLE, Expectation, of_engine
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -75,3 +81,53 @@ async def test_an_engine_that_ran_nothing_is_whole_without_a_file(tmp_path: Path
     (replica,) = (item for part in manifest.processes for item in part.expected if item.kind == "engine")
     assert (replica.state, replica.idle, len(replica.notes)) == ("ok", True, 1)
     cap.result.raise_for_missing()
+
+
+class Busy(FakeEngineProfiler):
+    """Its requests grow by one at each look, up to a number; None shows no number."""
+
+    def __init__(self, engine: FakeEngine, most: int | None) -> None:
+        super().__init__(engine)
+        self.most = most
+        self.running = 0
+
+    def counters(self) -> Sequence[CounterSource]:
+        return EngineMetrics(self.read, "replica 0", blocks=False).sources()
+
+    def read(self) -> dict[str, float]:
+        if self.most is None:
+            return {}
+        self.running = min(self.running + 1, self.most)
+        return {RUNNING: self.running}
+
+
+@pytest.mark.parametrize(
+    ("most", "state", "said"),
+    [
+        (9, "ok", None),
+        (3, "ok", "the window never opened: at most 3 requests ran at once, 5 asked for"),
+        (None, "failed", "iterations.running is 5, and this engine does not show how many requests run"),
+    ],
+)
+async def test_a_window_opens_when_so_many_requests_run_and_else_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, state: str, said: str | None
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK_S", 0.001)
+    roles = {"rollout": {"ranks": "all", "engine": {"iterations": {"running": 5}}}}
+    config = ProfileConfig(save_path=tmp_path, steps="1", roles=roles, counters={"hz": 0})
+    engine = FakeEngine()
+    profiler = Busy(engine, most)
+    async with capture(1, engines=profiler, config=config) as cap:
+        until = time.monotonic() + 20
+        while profiler.running < 3 and most is not None:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.001)
+        while most == 9 and not engine.recordings:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.001)
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    (replica,) = (item for part in manifest.processes for item in part.expected if item.kind == "engine")
+    assert (replica.state, bool(replica.artifacts)) == (state, said is None)
+    assert said is None or said in " ".join((*replica.notes, replica.reason or ""))
+    assert engine.recordings == {}

@@ -102,6 +102,11 @@ class VllmProfiler(ReplicaProfiler):
 
     def _unable(self, capture: EngineCapture, ascend: Ascend | None) -> dict[str, str]:
         target = self._target
+        if capture.iterations.running is not None and not target.calls.asynchronous:
+            raise EngineError(
+                f"roles.rollout.engine.iterations.running is {capture.iterations.running}, and an LLM cannot "
+                "be told to record while it generates. Fix: an AsyncLLM or a server, or leave `running` out"
+            )
         ignored = options.unable(
             capture,
             target.settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,8 @@ from stepscope import ProfileConfig, capture, trajectory, turn
 from stepscope._recording.recorder import standing
 from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import read_parts
+from stepscope_report import step_report
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.long_tail import step_long_tail
 from stepscope_report.timeline import Timeline, load_step
@@ -83,6 +86,14 @@ def runs(model: str, sizes: dict[str, Any], run_folder: Path) -> dict[int, Ran]:
                     own = (play(llm, number, answers[step]) for number in range(TRAJECTORIES))
                     await asyncio.gather(*own)
                     assert len(await llm.collective_rpc("check_health")) == 1
+            for step, running in ((5, 4), (6, 20)):
+                answers[step] = {}
+                window = {"rollout": {"ranks": "all", "engine": {"iterations": {"running": running}}}}
+                some = ProfileConfig(save_path=run_folder, steps=[5, 6], roles=window)
+                async with capture(step, engines=[llm], config=some):
+                    await asyncio.gather(
+                        *(play(llm, number, answers[step]) for number in range(TRAJECTORIES))
+                    )
             recorder.write_last(1)
             assert await asyncio.to_thread(recorder.drain, 60)
         finally:
@@ -94,7 +105,7 @@ def runs(model: str, sizes: dict[str, Any], run_folder: Path) -> dict[int, Ran]:
     asyncio.run(run())
     gc.collect()  # the engine's sockets warn when they go: here, not at the exit of pytest
     layout = RunLayout(run_folder)
-    return {step: Ran(load_step(layout.step(step).root), answers[step]) for step in (3, 4)}
+    return {step: Ran(load_step(layout.step(step).root), answers[step]) for step in answers if step > 2}
 
 
 @pytest.fixture(params=[3, 4], ids=["captured", "kept"])
@@ -158,3 +169,23 @@ def test_the_report_has_the_batches_and_the_times_of_each_slow_turn(ran: Ran) ->
             assert own.tokens == len(answer.outputs[0].token_ids)
             queued_ns = 1e9 * (answer.metrics.scheduled_ts - answer.metrics.queued_ts)
             assert abs(own.engine.queued_ns - queued_ns) < max(50e6, queued_ns / 4)
+
+
+def test_a_window_opens_when_so_many_requests_run_and_else_the_manifest_says_how_many_ran(
+    runs: dict[int, Ran], run_folder: Path
+) -> None:
+    """The engine runs at most 8 at once, of which 4 are asked for in one step and 20 in the next."""
+    (engine,) = runs[5].timeline.passes
+    noted = engine.noted
+    total = sum(len(answer.outputs[0].token_ids) for answer in runs[5].answers.values())
+    assert 0 < sum(noted.served.output) < total
+    assert max(noted.passes.running[:20]) >= 4
+    assert list((run_folder / "step_000005").rglob("*.pt.trace.json.gz"))
+    assert runs[6].timeline.passes == ()
+    parts = read_parts(RunLayout(run_folder).step(6))[0]
+    (replica,) = (item for part in parts for item in part.expected if item.kind == "engine")
+    (note,) = replica.notes
+    most = re.fullmatch(r"the window never opened: at most (\d) requests ran at once, 20 asked for", note)
+    assert most is not None
+    assert 4 <= int(most[1]) <= 8
+    assert any(note in said for said in step_report(runs[6].timeline).health.notes)

@@ -161,6 +161,8 @@ class IterationsConfig(Section, frozen=True, kw_only=True):
     """Iterations left out first."""
     count: AtLeastOne | None = None
     """Iterations recorded; None records until the capture ends."""
+    running: AtLeastOne | None = None
+    """The window opens when so many requests run in the replica; None opens it with the capture."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ from stepscope.files.sidecar import Artifact
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from stepscope.engines.waiting import Waiting
+
 ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
 """Fix for a missing adapter, quoted in errors."""
 log = logging.getLogger("stepscope")
@@ -32,6 +34,8 @@ class Iterations(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     count: int | None = None
     """The number of iterations to record; None to record until the capture ends."""
+    running: int | None = None
+    """The number of running requests at which the window opens; None to open it with the capture."""
 
 
 class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +174,26 @@ class EngineProfilerBase(EngineProfiler):
     def __init__(self, replica: int | None = None) -> None:
         self.replica = replica
         self._ignored: dict[str, str] = {}
+        self._waiting: Waiting | None = None
+
+    async def open(self, capture: EngineCapture) -> None:
+        """Start recording, or wait in the background for `iterations.running` requests and start then."""
+        if self._waiting is not None:
+            raise EngineError("this engine already waits for requests to record. Fix: stop() it first")
+        if capture.iterations.running is None:
+            await self.start(capture)
+        else:
+            from stepscope.engines.waiting import Waiting  # import time: asyncio
+
+            self._waiting = Waiting(self, capture, capture.iterations.running)
+
+    async def close(self) -> list[Artifact]:
+        """Stop what `open` began. A window that never opened leaves no files, and the reason in `ignored`."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not await waiting.end():
+            self._ignored = waiting.why()
+            return []
+        return await self.stop()
 
     def sample_apart(self) -> None:
         """Make the engine's own process sample its counters between captures, if that is another process."""
@@ -192,6 +216,28 @@ class EngineProfilerBase(EngineProfiler):
     @property
     def ignored(self) -> Mapping[str, str]:
         return self._ignored
+
+
+async def open_window(profiler: EngineProfiler, capture: EngineCapture) -> None:
+    """Start a profiler, or let it wait for `iterations.running` requests.
+
+    Raises:
+        EngineError: the start failed, or the profiler cannot wait.
+    """
+    if isinstance(profiler, EngineProfilerBase):
+        await profiler.open(capture)
+    elif capture.iterations.running is None:
+        await profiler.start(capture)
+    else:
+        raise EngineError(
+            "roles.rollout.engine.iterations.running needs a profiler that inherits from EngineProfilerBase. "
+            "Fix: inherit from it, or leave `running` out"
+        )
+
+
+async def close_window(profiler: EngineProfiler) -> list[Artifact]:
+    """Stop what `open_window` began, and return the files."""
+    return await (profiler.close() if isinstance(profiler, EngineProfilerBase) else profiler.stop())
 
 
 def refuse_second_start(running: EngineCapture | None) -> None:

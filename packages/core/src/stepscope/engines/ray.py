@@ -22,7 +22,9 @@ from stepscope.engines.protocol import (
     EngineCapture,
     EngineProfiler,
     EngineProfilerBase,
+    close_window,
     load_engine,
+    open_window,
     waited_s,
 )
 from stepscope.errors import EngineError
@@ -130,6 +132,9 @@ class RayRollout(EngineProfilerBase):
     def sample_apart(self) -> None:
         self._line.tell(seat, self._at(self.replica or 0))
 
+    async def open(self, capture: EngineCapture) -> None:
+        await self.start(capture)  # the engine's own process waits for its requests
+
     async def start(self, capture: EngineCapture) -> None:
         if self._token is not None:
             raise EngineError("a capture is running on this replica. Fix: stop() it first")
@@ -189,7 +194,7 @@ class Seat:
     def end(self) -> asyncio.Future[list[Artifact]]:
         self.token = None
         local_engines.end(self.profiler)
-        self.stopping = asyncio.ensure_future(self.profiler.stop())
+        self.stopping = asyncio.ensure_future(close_window(self.profiler))
         self.stopping.add_done_callback(_seen)
         return self.stopping
 
@@ -250,7 +255,7 @@ async def start(
         await seat.await_stop()
         if token not in _taken_back:
             local_engines.begin(seat.profiler)
-            await seat.profiler.start(capture)
+            await open_window(seat.profiler, capture)
             seat.token = token
     if token in _taken_back:
         await take_back(instance, place, [token])

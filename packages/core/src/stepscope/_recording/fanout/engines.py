@@ -22,7 +22,7 @@ from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
 from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
-from stepscope.engines.protocol import waited_s
+from stepscope.engines.protocol import close_window, open_window, waited_s
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest.records import (
@@ -217,7 +217,7 @@ class EngineGroup:
         # One that did not is stopped to leave nothing behind, and why it did not is what is worth knowing.
         started = self._manifest_part.state(label) != "failed"
         waited_s.set(deadline_s)  # in the task that this is
-        stopping = asyncio.ensure_future(profiler.stop())
+        stopping = asyncio.ensure_future(close_window(profiler))
         try:
             await asyncio.wait({stopping}, timeout=deadline_s)
         except asyncio.CancelledError:
@@ -300,7 +300,7 @@ def _capture_of(
         with_stack=torch.with_stack,
         record_shapes=torch.record_shapes,
         profile_memory=torch.profile_memory,
-        iterations=Iterations(start=window.start, count=window.count),
+        iterations=Iterations(start=window.start, count=window.count, running=window.running),
         by_stage=role.engine.by_stage,
         merge=role.engine.merge,
         passes=role.engine.passes,
@@ -329,7 +329,7 @@ def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
 
 async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> None:
     await own_thread(profiler.check)  # it may block
-    await profiler.start(capture)
+    await open_window(profiler, capture)
 
 
 def _why(verb: str, error: BaseException, deadline_s: float) -> str:
