@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -96,6 +98,26 @@ def test_the_passes_of_a_server_are_noted_without_its_profiler(server: str, tmp_
         post(server, 4)
     cap.result.raise_for_missing()
     assert list(tmp_path.rglob("*trace.json*"))
+
+
+@pytest.mark.parametrize(("running", "opens"), [(3, True), (50, False)])
+def test_a_servers_window_opens_when_so_many_requests_run(
+    server: str, tmp_path: Path, running: int, opens: bool
+) -> None:
+    window = {"rollout": {"ranks": "all", "engine": {"iterations": {"running": running, "count": 5}}}}
+    config = ProfileConfig(save_path=tmp_path, steps="1", roles=window)
+    with capture(1, engines=[SglangServer(server)], config=config) as cap, ThreadPoolExecutor(6) as pool:
+        until = time.monotonic() + 12  # it is asked once a second
+        while time.monotonic() < until and not list(tmp_path.rglob("*trace.json*")):
+            list(pool.map(post, [server] * 6, [100] * 6))
+    cap.result.raise_for_missing()
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    (replica,) = (item for part in manifest.processes for item in part.expected if item.kind == "engine")
+    assert bool(replica.artifacts) is opens
+    assert opens or re.match(
+        r"the window never opened: at most [1-8] requests ran at once, 50 ", replica.notes[0]
+    )
 
 
 async def test_sglang_stops_by_itself_after_the_count(server: str, tmp_path: Path) -> None:
