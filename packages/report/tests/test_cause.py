@@ -443,6 +443,19 @@ def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_pat
     assert "not the capture" not in advice.do
 
 
+def test_a_part_in_another_process_that_has_no_carrier_is_named(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, agents = folder.process("trainer", owner=True), folder.process("rollout")
+    driver.span("generate", 0, 800 * MS)
+    agents.span("compute_reward", 10 * MS, 790 * MS, role="reward")
+    driver.span("update", 800 * MS, 1000 * MS)
+    close(folder, 1000 * MS)
+    lines(folder, 500, {"trainer/generate": 0.3, "trainer/update": 0.2})
+    report = reported(folder)
+    assert report.cause is not None
+    assert (report.cause.stage, report.unexplained_ns) == ("compute_reward", 20 * MS)
+
+
 def test_a_step_is_not_compared_with_those_of_other_kinds(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span("update", 0, 1000 * MS)

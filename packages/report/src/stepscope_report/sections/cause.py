@@ -6,7 +6,7 @@ One file above 500 lines: what is chosen as the cause is what the sentence says.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -337,7 +337,7 @@ def _grown_at_the_top(path: StepPath, baseline: Baseline | None) -> Iterator[Sus
         if longer_ns * LEAST_OF_CALLS < timeline.window.wall_ns:
             continue
         beside = f"in {count(len(used), 'step')} near it{without}"
-        part = _grown_part(timeline, (role, stage), usual_ns + longer_ns // 2)
+        part = _grown_part(path, (role, stage), usual_ns + longer_ns // 2)
         if part is None:
             kind = _kind_of((role, stage), waits=waits)
             yield Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
@@ -349,49 +349,48 @@ def _grown_at_the_top(path: StepPath, baseline: Baseline | None) -> Iterator[Sus
         yield Suspect(_kind_of(label), grew_ns, grew_ns, label, process, part_ns, usual_ns, beside)
 
 
-def _grown_part(timeline: Timeline, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
-    """Return the innermost stage below a top stage of the owner whose calls cover at least `least_ns` of it,
-    its process (None if they are in several), and the time that they cover. None if there is no such stage.
+def _grown_part(path: StepPath, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
+    """Return the stage that is on the critical path for at least `least_ns` during a top stage of the owner,
+    its process (None if it is in several), and that time. None if there is no such stage.
     """
-    names, below = ToolNames(timeline), defaultdict[int, list[int]](list)
-    for node, span in enumerate(timeline.spans):
-        if span.parent is not None and span.dur_ns is not None:
-            below[span.parent].append(node)
-    nodes = [
-        node for node, span in enumerate(timeline.spans)
-        if span.process == 0 and (span.role, span.stage) == top
-        and (span.parent is None or timeline.spans[span.parent].process != 0)
-    ]  # fmt: skip
-    own = _extents(timeline, nodes)
-    found: tuple[Label, int | None, int] | None = None
-    while True:
-        parts = defaultdict[Label, list[int]](list)
-        for node in nodes:
-            for inner in below[node]:
-                parts[names.label_of(timeline.spans[inner])].append(inner)
-        covered = {label: common_ns(_extents(timeline, part), own) for label, part in parts.items()}
-        label = max(covered, key=lambda label: covered[label], default=None)
-        if label is None or covered[label] < least_ns:
-            return found
-        nodes = parts[label]
-        processes = {timeline.spans[node].process for node in nodes}
-        if label[1] not in NO_WORK:
-            found = (label, processes.pop() if len(processes) == 1 else None, covered[label])
+    names, during = ToolNames(path.graph.timeline), _top_extents(path.graph.timeline)["/".join(top)]
+    on_path, processes = defaultdict[Label, list[Pair]](list), defaultdict[Label, set[int]](set)
+    for piece in path.pieces:
+        span = path.graph.span_of(piece.node)
+        if span is not None and span.stage not in NO_WORK:
+            on_path[names.label_of(span)].append((piece.start_ns, piece.end_ns))
+            processes[names.label_of(span)].add(span.process)
+    took_ns = {label: common_ns(pairs, during) for label, pairs in on_path.items()}
+    label = max(took_ns, key=lambda label: took_ns[label], default=top)
+    if label == top or took_ns[label] < least_ns:
+        return None
+    return label, processes[label].pop() if len(processes[label]) == 1 else None, took_ns[label]
 
 
-def _extents(timeline: Timeline, nodes: Sequence[int]) -> list[Pair]:
-    return [(span.start_ns, timeline.until_ns(span)) for span in (timeline.spans[node] for node in nodes)]
+def _top_extents(timeline: Timeline) -> Mapping[str, list[Pair]]:
+    """Return {`role/stage` of the owner's top spans: their extents}."""
+    extents = defaultdict[str, list[Pair]](list)
+    for span in timeline.spans:
+        if span.process == 0 and (span.parent is None or timeline.spans[span.parent].process != 0):
+            extents[f"{span.role}/{span.stage}"].append((span.start_ns, timeline.until_ns(span)))
+    return extents
 
 
 def _top_on_path(path: StepPath) -> Counter[str]:
-    """Return {`role/stage` of a top span: ns of the critical path in it and below it}."""
-    spans, on_path = path.graph.timeline.spans, Counter[str]()
+    """Return {`role/stage` of a top span: ns of the critical path in it and below it}. What other processes
+    did below no span of the owner, for want of a carrier, is of the spans that the owner was in.
+    """
+    spans, on_path, elsewhere = path.graph.timeline.spans, Counter[str](), list[Pair]()
     for piece in path.pieces:
         span = path.graph.span_of(piece.node)
         while span is not None and span.parent is not None:
             span = spans[span.parent]
-        if span is not None:
+        if span is not None and span.process == 0:
             on_path[f"{span.role}/{span.stage}"] += piece.wall_ns
+        elif span is not None:
+            elsewhere.append((piece.start_ns, piece.end_ns))
+    for name, extents in _top_extents(path.graph.timeline).items():
+        on_path[name] += common_ns(elsewhere, extents)
     return on_path
 
 
