@@ -392,7 +392,7 @@ def say_recorder(health: Health) -> str:
     held = f"At that moment: {plain(health.held)}. " if health.held else ""
     return (
         f"Written by the flight recorder ({health.recorder.trigger}: {plain(health.recorder.reason)}). {held}"
-        "It holds spans alone: no profiler ran"
+        "No profiler ran"
     )
 
 
