@@ -404,7 +404,10 @@ def test_a_part_of_a_stage_is_named_if_it_took_longer_than_all_of_the_stage_did(
     assert (whole in report.cause.sentence) == (stage == "compute_reward")
 
 
-def test_a_stage_that_no_step_near_has_is_the_cause_and_one_beside_the_path_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("regular", [False, True])
+def test_a_stage_that_no_step_near_has_is_the_cause_and_one_beside_the_path_is_not(
+    tmp_path: Path, regular: bool
+) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     driver.span("update", 0, 200 * MS)
@@ -414,16 +417,22 @@ def test_a_stage_that_no_step_near_has_is_the_cause_and_one_beside_the_path_is_n
     close(folder, 1000 * MS)
     usual = {"trainer/update": 0.2, "agent_loop/trajectory": 1.6}
     lines(folder, 200, usual)
-    own = StepLine(
-        step=folder.step, start_ns=folder.opened_ns, dur_ns=1000 * MS, captured=True,
-        stages={**usual, "trainer/evaluate": 0.8},
-    )  # fmt: skip
+    evaluated = [folder.step, *((folder.step + 10, folder.step + 20) if regular else ())]
     with RunLayout(folder.layout.root.parent).step_lines(folder.run_id).open("ab") as file:
-        file.write(msgspec.json.encode(own) + b"\n")
+        for number in range(folder.step, evaluated[-1] + 1):
+            own = StepLine(
+                step=number, start_ns=folder.opened_ns + number * 10**10, dur_ns=1000 * MS,
+                captured=number in evaluated,
+                stages={**usual, "trainer/evaluate": 0.8} if number in evaluated else usual,
+            )  # fmt: skip
+            file.write(msgspec.json.encode(own) + b"\n")
     report = reported(folder)
-    assert report.cause is not None
     assert report.baseline is not None
     assert not report.baseline.alike
+    if regular:  # every tenth step evaluates
+        assert report.cause is None
+        return
+    assert report.cause is not None
     assert (report.cause.kind, report.cause.stage, report.cause.ns) == ("slow-stage", "evaluate", 800 * MS)
     assert report.unexplained_ns == 0
 

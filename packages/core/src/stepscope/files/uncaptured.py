@@ -134,6 +134,8 @@ class Surroundings(NamedTuple):
     """In the order of their starts."""
     ended_ns: int | None
     """The end of the step before, in unix ns; None if that is unknown."""
+    regular: frozenset[str]
+    """Large stages of the captured step that come in every n-th step: `role/stage`."""
 
 
 def uncaptured_near(
@@ -166,7 +168,16 @@ def uncaptured_near(
     others = [other for other in by_distance if other.step not in same][:COMPARED]
     marked = (msgspec.structs.replace(other, alike=False) for other in others)
     near = tuple(sorted((*alike, *marked), key=lambda other: other.start_ns))
-    return Surroundings(near, ends.get(number - 1))
+    return Surroundings(near, ends.get(number - 1), _regular(number, lines))
+
+
+def _regular(number: int, lines: Sequence[StepLine]) -> frozenset[str]:
+    stages = {line.step: line.stages for line in lines}
+    return frozenset(
+        stage
+        for stage in _large(stages.get(number, {}))
+        if _rhythm([step for step, own in stages.items() if stage in own], stages) is not None
+    )
 
 
 def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:

@@ -224,7 +224,8 @@ def _usual(
     if near and path.graph.timeline.window.closed:
         return middle(step.wall_ns for step in near), [step.step for step in near]
     if baseline is not None and baseline.excess_ns is not None:  # neighbours without what this step did
-        new_ns = sum(one.longer_ns for one in _grown_at_the_top(path, baseline) if one.usual_ns == 0)
+        grown = _grown_at_the_top(path, baseline, path.graph.timeline.regular)
+        new_ns = sum(one.longer_ns for one in grown if one.usual_ns == 0)
         if new_ns * 2 >= baseline.excess_ns:
             return baseline.p50_ns, baseline.steps
     return None, ()
@@ -316,11 +317,16 @@ def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence
     return [index for index, ns in grew.items() if ns * 2 >= most_ns > 0]
 
 
-def _grown_at_the_top(path: StepPath, baseline: Baseline | None) -> Iterator[Suspect]:
+def _grown_at_the_top(
+    path: StepPath, baseline: Baseline | None, except_of: Set[str] = frozenset()
+) -> Iterator[Suspect]:
     """Yield the stages of the owner's top spans that took longer than in the recorder's lines.
 
     The step is longer by their growth, but at most by what they take of the critical path. What is known of a
     wait is only its growth, because the path leads to what it waited for.
+
+    Args:
+        except_of: Stages to leave out: `role/stage`.
     """
     timeline, on_path = path.graph.timeline, _top_on_path(path)
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
@@ -329,6 +335,8 @@ def _grown_at_the_top(path: StepPath, baseline: Baseline | None) -> Iterator[Sus
     profiled = any(process.profiled for process in timeline.processes)
     without = ", without profilers" if profiled else ""
     for name, seconds in top_stages(timeline).items():
+        if name in except_of:
+            continue
         usual_ns = middle(round(step.stages.get(name, 0.0) * 1e9) for step in used)
         took_ns = round(seconds * 1e9)
         role, _, stage = name.partition("/")

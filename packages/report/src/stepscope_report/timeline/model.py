@@ -238,6 +238,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
     previous_end_ns: int | None = None
     """End of the step before, captured or not; None if that is unknown."""
+    regular: frozenset[str] = frozenset()
+    """Large stages that come in every n-th step, an evaluation for example: `role/stage` of top spans."""
     metrics: dict[str, float] = {}
     """Numbers that the trainer logged for the step, under its own names. Empty if it logged none here."""
     states: tuple[ProcessState, ...] = ()

@@ -217,6 +217,7 @@ def _assemble(
         metrics=metrics,
         uncaptured=around.uncaptured,
         previous_end_ns=around.ended_ns,
+        regular=around.regular,
     )
 
 
