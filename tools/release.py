@@ -21,10 +21,10 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
+from tools.repository import PACKAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-PACKAGES = ("core", "report", "rollout-vllm", "rollout-sglang", "npu")
-"""In the order of their upload: the others require the first."""
 TOGETHER = (("cli", "ray"),)
 """Combinations that are tried besides each extra alone and none."""
 MOST_BYTES = 3_500_000

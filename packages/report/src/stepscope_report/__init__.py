@@ -3,10 +3,11 @@
 `open` reads a run, and `step_report` makes the tables of a step. A name is imported when it is first asked
 for.
 
-From a trace to a number on the page: `timeline.step.trace_files` finds the files,
-`timeline.activity.content_reader` reads each into a `TraceContent`, and `sections.operators` adds those up
-and draws them. `report` lists the sections, and `cli.pages` writes the page. The other sections begin at
-the timeline's spans.
+From a trace to a number on the page: `timeline.step.trace_files` finds the files, and
+`timeline.activity.content_reader` reads each into a `TraceContent`. There `Reading._kernel` adds a kernel's
+time to its name and to its device. `sections.operators` adds the files up (`operator_times`, `device_usage`)
+and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and `Pages` in `cli.report` writes the
+page. The other sections begin at the timeline's spans.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from stepscope_report.sections.advice import step_advice
     from stepscope_report.sections.baseline import Baseline, step_baseline
     from stepscope_report.sections.breakdown import Breakdown, Line, Overlap, step_breakdown
+    from stepscope_report.sections.cause import Cause
     from stepscope_report.sections.counters import CounterRow, Counters, IdleDevice, step_counters
     from stepscope_report.sections.critical_path import (
         CriticalPath,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from stepscope_report.sections.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
     from stepscope_report.sections.engines import Engine, Load, Phaseless, engine_usage, phaseless_engines
     from stepscope_report.sections.health import Health, OtherStep, ProcessRow, SpanRow, step_health
-    from stepscope_report.sections.idle import Cause, Idle, idle_times
+    from stepscope_report.sections.idle import Idle, IdleCause, idle_times
     from stepscope_report.sections.long_tail import (
         Bubble,
         Extreme,
@@ -80,6 +82,7 @@ __all__ = [
     "Hold",
     "Holder",
     "Idle",
+    "IdleCause",
     "IdleDevice",
     "Lag",
     "Line",
@@ -146,12 +149,13 @@ _WHERE = {
     "sections.advice": "step_advice",
     "sections.baseline": "Baseline step_baseline",
     "sections.breakdown": "Breakdown Line Overlap step_breakdown",
+    "sections.cause": "Cause",
     "sections.counters": "CounterRow Counters IdleDevice step_counters",
     "sections.critical_path": "CriticalPath PathPart PathStage Segment step_critical_path",
     "sections.cuda_memory": "CudaMemory Holder cuda_memory_peaks",
     "sections.engines": "Engine Load Phaseless engine_usage phaseless_engines",
     "sections.health": "Health OtherStep ProcessRow SpanRow step_health",
-    "sections.idle": "Cause Idle idle_times",
+    "sections.idle": "Idle IdleCause idle_times",
     "sections.long_tail": "Bubble Extreme Hold LongTail SlowTrajectory Spread Wait step_long_tail",
     "sections.stages": "Share Stage stage_times",
     "sections.staleness": "Lag Staleness StaleTrajectory step_staleness",

@@ -16,11 +16,11 @@ class CounterSource(Protocol):
         [project.entry-points."stepscope.counters"]
         queues = "my_package:counters"
 
-    The function is called on the sampling thread when a capture opens, and imports its libraries itself. If
-    it raises, the manifest records the reason, and the other counters go on.
+    The function is called on the sampling thread when a capture opens, and once for the flight recorder, and
+    imports its libraries itself. If it raises, the manifest records the reason, and the other counters go on.
 
-    One thread samples all counters, ten times a second. So a sample must take microseconds, take no lock that
-    the recorded code holds, and never wait.
+    One thread samples all counters: ten times a second in a capture, and once a second between captures. So a
+    sample must take microseconds, take no lock that the recorded code holds, and never wait.
     """
 
     name: str

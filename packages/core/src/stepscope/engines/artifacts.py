@@ -54,7 +54,7 @@ def publish(
     the disk.
 
     Args:
-        kind: Name of the format, such as `torch_chrome`, by which readers know the file.
+        kind: Name of the format, such as `torch_trace`, by which readers know the file.
         tool: The profiler that wrote it.
         stage: The stage that it covers, or None for the whole capture.
         rank: Global rank of the recorded process, or None if unknown.

@@ -20,6 +20,7 @@ previous sample. `total`: a value that only grows, of which the growth counts.""
 CounterScope: TypeAlias = Literal["process", "host"]
 """The thing that a counter describes: a process, or its host, which one process of each host samples."""
 
+# Names of the counters by which a report judges; it shows all others as well.
 EVENT_LOOP = "event loop late"
 BLOCKED_NS = 100_000_000
 """An event loop that is late by more than this is blocked."""
@@ -44,7 +45,6 @@ GPU_MEMORY = "GPU memory"
 GPU_THROTTLED = "GPU throttled"
 NPU_MEMORY = "NPU memory"
 TORCH_RESERVED = "torch reserved"
-"""Names of counters that a report knows."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):

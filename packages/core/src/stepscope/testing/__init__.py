@@ -3,5 +3,5 @@
 `engine_conformance.EngineConformance` and `backend_conformance.BackendConformance` are suites to subclass;
 `fake_engine` and `fake_backend` pass them without an engine or a profiler; `steps` builds captured steps with
 a known answer. `plugin` has pytest fixtures for code that is instrumented: a `recorded_run.RecordedRun` and a
-`fake_clock.FakeClock`. Import the modules: pytest is needed for the suites and `plugin` only.
+`recorded_run.FakeClock`. Import the modules: pytest is needed for the suites and `plugin` only.
 """

@@ -40,7 +40,7 @@ IdleKind: TypeAlias = Literal[
 ]
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
+class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     """A cause of idle time: what the step waited for meanwhile, by its critical path."""
 
     kind: IdleKind
@@ -62,7 +62,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the process ran a span of its own that does not wait and has no child in another process,
     or in which its engine ran. Time in which its engine's profiler wrote is not included."""
     idle_ns: int
-    causes: Table[Cause]
+    causes: Table[IdleCause]
     """Causes of the idle time, the longest first. They add up to `idle_ns`."""
     collective_ns: int | None
     """Recorded time in collectives without computation at the same time, or None if no trace holds a
@@ -131,12 +131,12 @@ def idle_times(
     )
 
 
-def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[Cause]:
+def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[IdleCause]:
     sums: Counter[tuple[IdleKind, Label | None]] = Counter({("own profiler", None): stalled_ns})
     for awaited, ns in idle.items():
         sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
     made = [
-        Cause(
+        IdleCause(
             kind=kind,
             role=None if label is None else label[0],
             stage=None if label is None else label[1],

@@ -29,7 +29,7 @@ from stepscope.files.manifest.records import Ending, OpenedBy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType, TracebackType
+    from types import TracebackType
 
     from typing_extensions import Self
 

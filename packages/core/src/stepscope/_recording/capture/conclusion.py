@@ -31,7 +31,6 @@ from stepscope.files.storage.atomic import create_once, private, remove_abandone
 
 if TYPE_CHECKING:
     from stepscope._recording.fanout.participants import Participants
-    from stepscope._recording.session.session import Session
 
 
 _kept: set[str] = set()

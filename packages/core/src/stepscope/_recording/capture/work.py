@@ -1,7 +1,7 @@
 """Work of one capture: everything but the profiler's window, which belongs to the recorded thread.
 
-Closing is four stages: close this process' files, wait for the workers and engines, write the manifest, and
-free the process for the next capture.
+Closing is four stages, after the profiler has stopped: close this process' files, wait for the workers and
+engines, write the manifest, and free the process for the next capture.
 
 The work runs only on the private loop: on one thread, in the order of the calls. So it needs no lock, no
 signal interrupts it, and a second call of `close` joins the first one. `close` also undoes an opening that

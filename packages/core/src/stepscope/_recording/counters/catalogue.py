@@ -1,4 +1,10 @@
-"""All sources of a process, by the names that the reasons for their absence use."""
+"""All sources of a process, by the names that the reasons for their absence use.
+
+To add a counter here: write a `CounterSource` in `load`, `devices` or a module of its own, and a function
+that returns it or raises `AbsentError` with the reason; add that function to `openers`, for a counter of the
+whole host through `host.only`; put the counter into the table of docs/counters.md. The report shows every
+counter that it finds: only one by which it also judges has a name in `stepscope.files.counters`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +61,7 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
 
 @cache
 def _installed() -> tuple[EntryPoint, ...]:
-    """Return the openers of other packages, by name."""
+    """Return the entry points of other packages, by name."""
     from importlib.metadata import entry_points  # import time: 15 ms
 
     return tuple(sorted(entry_points(group="stepscope.counters"), key=lambda point: point.name))

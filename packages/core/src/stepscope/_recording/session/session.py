@@ -247,14 +247,14 @@ class Session:
 
     @property
     def state(self) -> None:
-        """Return None: a worker's session has no state of a capture. See `claims.Taker`."""
+        """Return None: a worker's session has no state of a capture. See `activation.Taker`."""
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
-        """See `claims.Taker`."""
+        """See `activation.Taker`."""
         self.finish(ending=ending, timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
-        """See `claims.Taker`. A session that is neither active nor claimed is never closed."""
+        """See `activation.Taker`. A session that is neither active nor claimed is never closed."""
 
     def leave(self) -> None:
         """Begin the closing: the step's time ends now, unless it has ended before. Idempotent."""

@@ -8,7 +8,7 @@ and 20 to 24 bytes for each operator, label, function and kernel.
 
 One file above 500 lines: the shapes of events, and what each of them counts as, are read together.
 
-Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
+Layouts: Kineto's from torch 1.8 to 2.15; CUDA, ROCm, MTIA and CPU.
 """
 
 from __future__ import annotations
