@@ -127,9 +127,10 @@ class Holds:
     def _pid(self, process: int) -> int:
         return self._timeline.processes[process].info.pid
 
-    def reason(self, suspect: Suspect) -> Suspect | None:
-        """Return the suspect with what held its process for longest, if all that held it explains half of its
-        excess; None if it may have lacked a core for as long.
+    def unless_held(self, suspect: Suspect) -> Suspect | None:
+        """Return the suspect; None if it is to be dropped, because its calls may have lacked a core for half
+        of its excess. If counters explain half of the excess, the suspect has what held its process for
+        longest.
         """
         if self._preempted and suspect.label is not None and suspect.label[0] in GENERATES:
             ((engine, number),) = self._preempted.most_common(1)

@@ -154,8 +154,8 @@ def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) ->
 
 
 def present(instance: object) -> None:
-    """Do nothing: the answer shows that the actor is alive and not busy. Used before a call that must not run
-    late.
+    """Do nothing: the answer shows that the actor is alive and not busy, and its times compare the clocks of
+    both hosts. Used before a call that must not run late.
     """
 
 

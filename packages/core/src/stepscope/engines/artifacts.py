@@ -58,7 +58,7 @@ def publish(
         tool: The profiler that wrote it.
         stage: The stage that it covers, or None for the whole capture.
         rank: Global rank of the recorded process, or None if unknown.
-        topology: Size of each kind of parallelism, such as {"tp": 2}.
+        topology: Position of the process in each kind of parallelism, such as {"tp": 1}.
         pid: Process id of the recorded process, or None if unknown.
         host: Host of the recorded process, or None for this host.
         truncated: Reason why the recording ended early, or None.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stepscope.engines.waiting import Waiting
 
-ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
+INSTALL_AN_ADAPTER = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
 """Fix for a missing adapter, quoted in errors."""
 log = logging.getLogger("stepscope")
 
@@ -344,7 +344,7 @@ def load_engine(name: str) -> EngineFactory:
         installed.cache_clear()
         raise EngineError(
             f"no profiler for engine {name!r}; installed: {', '.join(sorted(adapters)) or 'none'}. "
-            f"Fix: install the adapter: {ADAPTERS}"
+            f"Fix: install the adapter: {INSTALL_AN_ADAPTER}"
         )
     return _loaded(adapters[name])
 
@@ -384,7 +384,7 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
     raise EngineError(
         f"no installed engine adapter knows {kind}; "
         f"installed: {', '.join(sorted(point.name for point in points)) or 'none'}. "
-        f"Fix: install its adapter ({ADAPTERS}), or pass an EngineProfiler of your own"
+        f"Fix: install its adapter ({INSTALL_AN_ADAPTER}), or pass an EngineProfiler of your own"
     )
 
 

@@ -19,13 +19,13 @@ CounterKind: TypeAlias = Literal["level", "interval", "total"]
 previous sample. `total`: a value that only grows, of which the growth counts."""
 CounterScope: TypeAlias = Literal["process", "host"]
 """The thing that a counter describes: a process, or its host, which one process of each host samples."""
-
-# Names of the counters by which a report judges; it shows all others as well.
-EVENT_LOOP = "event loop late"
 BLOCKED_NS = 100_000_000
 """An event loop that is late by more than this is blocked."""
 IN = " in "
 """Between the thread of a blocked event loop and the call that blocks it, in the name of what is counted."""
+
+# Names of the counters by which a report judges; it shows all others as well.
+EVENT_LOOP = "event loop late"
 GC = "garbage collector"
 PROCESS_CPU = "process CPU"
 HOST_CPU = "host CPU"

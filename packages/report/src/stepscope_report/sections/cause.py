@@ -1,5 +1,10 @@
 """The cause of a slow step, in one sentence: the first line of a report.
 
+`suspects.suspects_of` finds suspects within the step. `explain` compares the step with the captured steps
+near it (`near`) and with the uncaptured ones (`baseline`), adds what grew, and puts all in order.
+`Holds.unless_held` drops a suspect whose calls may only have lacked a core, and names what held it if that is
+known. `step_cause` takes the first one.
+
 One file above 500 lines: what is chosen as the cause is what the sentence says.
 """
 
@@ -129,7 +134,7 @@ def explain(
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
     holds = Holds(timeline, busy_hosts, middle(step.preempted for step in near) if near else 0)
     longer = list(_grown(path, near) if near else _grown_at_the_top(path, baseline))
-    grown = list(filter(None, map(holds.reason, longer)))
+    grown = list(filter(None, map(holds.unless_held, longer)))
     blocks = [one for one in found if one.kind == "event-loop"]
     within = [] if near else found
     """Suspects within the step, unless captured neighbours could show them too."""
@@ -555,7 +560,7 @@ def _suspects(sources: Sources) -> list[Suspect]:
     slowed = tail is not None and tail.trajectories > 0 and tail.last_profiled == tail.last
     holds = Holds(sources.timeline, _busy_hosts(sources))
     inside = suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
-    found = [one for one in map(holds.reason, inside) if one is not None]
+    found = [one for one in map(holds.unless_held, inside) if one is not None]
     found += _awaited(sources, {one.process for one in inside if one.kind in _LATE})
     stopped = list(_stopped(sources.path, sources.value_of(COUNTERS)))
     blockers = {one.label for one in stopped if one.label is not None}

@@ -1,9 +1,9 @@
 """All sources of a process, by the names that the reasons for their absence use.
 
 To add a counter here: write a `CounterSource` in `load`, `devices` or a module of its own, and a function
-that returns it or raises `AbsentError` with the reason; add that function to `openers`, for a counter of the
-whole host through `host.only`; put the counter into the table of docs/counters.md. The report shows every
-counter that it finds: only one by which it also judges has a name in `stepscope.files.counters`.
+that returns it, in a list, or raises `AbsentError` with the reason; add that function to `openers`, for a
+counter of the whole host through `host.only`; put the counter into the table of docs/counters.md. The report
+shows every counter that it finds: only one by which it also judges has a name in `stepscope.files.counters`.
 """
 
 from __future__ import annotations

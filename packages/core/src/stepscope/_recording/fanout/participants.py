@@ -21,7 +21,7 @@ from stepscope._recording.process import failures, identity
 from stepscope._recording.session.session import Session
 from stepscope.config._words import closest
 from stepscope.engines import installed, load_engine, recognise
-from stepscope.engines.protocol import ADAPTERS, EngineProfiler
+from stepscope.engines.protocol import INSTALL_AN_ADAPTER, EngineProfiler
 from stepscope.errors import ConfigError, EngineError, ours
 from stepscope.files.layout import sidecar_of
 from stepscope.files.manifest.parts import with_late_files
@@ -125,7 +125,9 @@ def _owned(name: str) -> Sequence[object]:
     if name not in names:
         allowed = f"the name of an installed adapter ({', '.join(names) or 'none'}), or {objects}"
         near = closest(name, names)
-        fix = f"did you mean {near!r}?" if near else f"install the adapter of that engine: {ADAPTERS}"
+        fix = (
+            f"did you mean {near!r}?" if near else f"install the adapter of that engine: {INSTALL_AN_ADAPTER}"
+        )
         raise ConfigError("capture(engines=)", name, allowed, fix)
     engines = load_engine(name).owned()
     if not engines:

@@ -10,7 +10,7 @@ from stepscope._recording.process import failures, private_loop
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase, installed, load_engine
 from stepscope.engines.local_engines import registered
-from stepscope.engines.protocol import ADAPTERS
+from stepscope.engines.protocol import INSTALL_AN_ADAPTER
 from stepscope.engines.ray import Instrumented, RayRollout, is_elsewhere
 from stepscope.errors import EngineError, ours
 from stepscope.files.sidecar import Artifact
@@ -139,7 +139,7 @@ class UneditedEngines:
 
 
 def _warn_of_absent(adapter: str) -> None:
-    failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {ADAPTERS}")
+    failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {INSTALL_AN_ADAPTER}")
 
 
 def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProfiler:

@@ -192,8 +192,8 @@ def _assemble(
     parts = [source.part for source in sources if source.part is not None]
     profiled = profiled_keys(parts)
     processes = tuple(
-        process_of(source, name, placed, opened, source.info.key in profiled)
-        for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
+        process_of(source, name, placed, own, source.info.key in profiled)
+        for source, name, placed, own in zip(sources, names, aligned, records, strict=True)
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
     spans, marks = _apart(spans)
@@ -321,8 +321,8 @@ def _spans(
     parents = iter(parents_of(records, [source.info.key for source in sources], step))
     return [
         _span(record, process, next(parents), place, step)
-        for process, (place, opened) in enumerate(zip(places, records, strict=True))
-        for record in opened
+        for process, (place, own) in enumerate(zip(places, records, strict=True))
+        for record in own
     ]
 
 
