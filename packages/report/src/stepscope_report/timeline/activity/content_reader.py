@@ -620,8 +620,7 @@ class Reading:
         steps = self._steps.finish(map(_stretches, self.devices.values()))
         gaps = self._host.gaps(self.first, self.last)
         if self._within is not None:
-            last = self._within[1]
-            gaps = [gap._replace(end=min(gap.end, last)) for gap in gaps if gap.start < last]
+            gaps.end_by(self._within[1])
         inside = in_steps(gaps, [(step.start_us, step.start_us + step.dur_us) for step in steps])
         for step, kinds in zip(steps, inside, strict=True):
             step.idle = kinds

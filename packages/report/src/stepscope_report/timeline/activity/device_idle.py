@@ -11,14 +11,15 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
-from operator import itemgetter
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from itertools import islice
+from operator import itemgetter, le
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from stepscope_report.timeline.activity.doubts import Starts
+from stepscope_report.timeline.activity.doubts import NEVER, Starts
 from stepscope_report.timeline.activity.intervals import Cover, Covered, Names, Pair, Slices
 
 GapKind: TypeAlias = Literal[
@@ -83,26 +84,6 @@ class DeviceGaps(msgspec.Struct):
     longest_us: float = 0.0
 
 
-class Gap(NamedTuple):
-    """Time in which a device ran nothing, up to the kernel that ends it."""
-
-    start: float
-    end: float
-    launch: float | None
-    """Time of the call that launched the kernel, or None if the trace does not say."""
-    thread: int | None
-    """Thread that launched it."""
-
-
-class _Cause(NamedTuple):
-    gap: Gap
-    kind: GapKind
-    thread: int | None
-    at: float
-    """A moment within what caused it, at which open calls are looked up."""
-    call: str
-
-
 class DeviceKernels:
     """Kernels of one device, in 33 bytes each."""
 
@@ -119,6 +100,12 @@ class DeviceKernels:
         self.correlations.append(correlation)
         self.streams.append(stream if isinstance(stream, int) and stream >= 0 else -1)
         self.talks.append(talks)
+
+    def order(self) -> Sequence[int]:
+        """Return the numbers of the kernels in the order of their starts."""
+        ascends = all(map(le, self.starts, islice(self.starts, 1, None)))
+        numbers = range(len(self.starts))
+        return numbers if ascends else sorted(numbers, key=self.starts.__getitem__)
 
     def running(self, at_us: float, stream: int) -> Iterator[float]:
         """Yield the ends of the kernels of a stream that run at a moment."""
@@ -215,13 +202,15 @@ class Host:
         """True if the trace has calls that launched kernels."""
         return bool(self._launched)
 
-    def launch_of(self, correlation: int) -> tuple[float, int] | None:
-        """Return (time, thread) of the call that launched a kernel."""
-        start = self._launched.get(correlation) if correlation >= 0 else None
-        return None if start is None else (start, int(self._launched_by.get(correlation) or 0))
+    def launches_of(self, correlations: Iterable[int]) -> tuple[array[float], array[float]]:
+        """Return the times and the threads of the calls that launched kernels; a time is `NEVER` if it is
+        unknown.
+        """
+        return self._launched.of(correlations), self._launched_by.of(correlations)
 
-    def gaps(self, first: float, last: float) -> Iterable[DeviceGap]:
+    def gaps(self, first: float, last: float) -> Gaps:
         """Return each gap of each device between two times, with its cause, by thread and time."""
+        gaps = Gaps()
         judge = _Judge(
             self._held,
             self._syncs,
@@ -229,55 +218,59 @@ class Host:
             self.names,
             knows_launches=self.knows_launches,
         )
-        judged, placed = _Gaps(), _Gaps()
         by_thread: dict[int, array[int]] = defaultdict(lambda: array("q"))
+
+        def add(start: float, end: float, cause: _Cause) -> None:
+            by_thread[cause[1]].append(len(gaps.at))
+            gaps.add(start, end, *cause)
+
         for device in self.devices.values():
-            for gap in self._gaps_of(device, first, last):
-                cause = judge.cause(gap)
-                by_thread[-1 if cause.thread is None else cause.thread].append(len(judged.at))
-                judged.add(DeviceGap(gap.start, gap.end, cause.kind, cause.call, "", cause.at))
+            starts, ends, (launches, threads) = (
+                device.starts,
+                device.ends,
+                self.launches_of(device.correlations),
+            )
+            until, edge = first, True
+            for at in device.order():
+                start = starts[at]
+                if start > until:
+                    add(
+                        until,
+                        start,
+                        (EDGES, _NO_THREAD, until, "")
+                        if edge
+                        else judge.cause(until, start, launches[at], threads[at]),
+                    )
+                edge = False
+                if ends[at] > until:
+                    until = ends[at]
+            if until < last:
+                add(until, last, (EDGES, _NO_THREAD, until, ""))
+        order: list[int] = []
         for thread, own in sorted(by_thread.items()):
-            for found in self._placed(thread, judged, sorted(own, key=judged.at.__getitem__)):
-                placed.add(found)
-        return placed
+            by_time = sorted(own, key=gaps.at.__getitem__)
+            self._place(thread, gaps, by_time)
+            order += by_time
+        gaps.arrange(order)
+        return gaps
 
-    def _gaps_of(self, device: DeviceKernels, first: float, last: float) -> Iterator[Gap]:
-        starts, ends = device.starts, device.ends
-        until, edge = first, True
-        for at in sorted(range(len(starts)), key=starts.__getitem__):
-            start = starts[at]
-            if start > until:
-                launched = None if edge else self.launch_of(device.correlations[at])
-                launch, thread = launched or (None, None)
-                yield Gap(until, start, start if edge else launch, -1 if edge else thread)
-            edge = False
-            until = max(until, ends[at])
-        if until < last:
-            yield Gap(until, last, last, -1)
-
-    def _placed(self, thread: int, gaps: _Gaps, order: Sequence[int]) -> Iterator[DeviceGap]:
-        """Yield the gaps of one thread, or of no known one (-1), with the operators and the lines that were
-        open in their causes. `order` has the gaps' numbers by time.
+    def _place(self, thread: int, gaps: Gaps, order: Sequence[int]) -> None:
+        """Add the operators, calls and lines that were open in the causes of the gaps of one thread, or of no
+        known one. `order` has the gaps' numbers by time.
         """
-        nothing = Slices()
-        operators, frames = self._operators.get(thread, nothing), self.frames.get(thread, nothing)
-        around_of, stack_of = (
-            some.open_at(gaps.at[number] for number in order) for some in (operators, frames)
-        )
-        for number, around, stack in zip(order, around_of, stack_of, strict=True):
-            gap = gaps[number]
-            call = gap.call
-            if gap.kind == "synchronisation" and around:
-                call = f"{call} in {self.names[_outermost(around, self.names)]}"
-            where = "" if gap.kind in ("queued", "unknown", "edges") else self._line(stack)
-            yield DeviceGap(gap.start, gap.end, gap.kind, call or self._called(gap), where, gap.at)
-
-    def _called(self, cause: DeviceGap) -> str:
-        """Return the call of a kind that covers most of a gap's middle."""
-        if cause.kind not in self._calls:
-            return ""
-        around = next(self._calls[cause.kind].open_at([cause.at]))
-        return self.names[around[-1][1]] if around else ""
+        names, texts, calls = self.names, gaps.texts, gaps.calls
+        for number, around in gaps.open_in(self._operators.get(thread), order, (_SYNCHRONISATION,)):
+            calls[number] = texts.number(f"{texts[calls[number]]} in {names[_outermost(around, names)]}")
+        for kind, slices in self._calls.items():  # the call that covers most of a gap's middle
+            for number, around in gaps.open_in(slices, order, (_NUMBERS[kind],)):
+                calls[number] = texts.number(names[around[-1][1]])
+        lines: dict[tuple[int, ...], int] = {}
+        for number, stack in gaps.open_in(self.frames.get(thread), order, _PLACED):
+            key = tuple(map(itemgetter(1), stack))
+            line = lines.get(key)
+            if line is None:
+                line = lines[key] = texts.number(self._line(stack))
+            gaps.places[number] = line
 
     def _line(self, stack: Sequence[tuple[float, int]]) -> str:
         """Return the innermost frame of the user's code, else of any."""
@@ -287,46 +280,69 @@ class Host:
         return own or next(iter(files), "")
 
 
-class DeviceGap(NamedTuple):
-    start: float
-    end: float
-    kind: GapKind
-    call: str
-    place: str
-    at: float
-
-
-class _Gaps:
-    """Gaps in 33 bytes each."""
+class Gaps:
+    """Times in which a device ran nothing, up to the kernel that ends each, with their causes: in 33 bytes
+    each.
+    """
 
     def __init__(self) -> None:
-        self._texts = Names()
-        self._starts, self._ends, self.at = array("d"), array("d"), array("d")
-        self._kinds, self._calls, self._places = array("b"), array("i"), array("i")
+        self.texts = Names()
+        self.starts, self.ends = array("d"), array("d")
+        self.at = array("d")
+        """A moment within the cause of each gap, at which open calls are looked up."""
+        self.kinds = array("b")
+        """Numbers of the kinds in `GAP_KINDS`."""
+        self.calls, self.places = array("i"), array("i")
+        """Numbers of `DeviceGaps.call` and `DeviceGaps.place` in `texts`."""
 
-    def add(self, gap: DeviceGap) -> None:
-        self._starts.append(gap.start)
-        self._ends.append(gap.end)
-        self.at.append(gap.at)
-        self._kinds.append(_NUMBERS[gap.kind])
-        self._calls.append(self._texts.number(gap.call))
-        self._places.append(self._texts.number(gap.place))
+    def add(self, start: float, end: float, kind: int, _thread: int, at: float, call: str) -> None:
+        self.starts.append(start)
+        self.ends.append(end)
+        self.at.append(at)
+        self.kinds.append(kind)
+        self.calls.append(self.texts.number(call))
+        self.places.append(_NO_TEXT)
 
-    def __getitem__(self, number: int) -> DeviceGap:
-        return DeviceGap(
-            self._starts[number],
-            self._ends[number],
-            GAP_KINDS[self._kinds[number]],
-            self._texts[self._calls[number]],
-            self._texts[self._places[number]],
-            self.at[number],
-        )
+    def open_in(
+        self, slices: Slices | None, order: Sequence[int], kinds: Container[int]
+    ) -> Iterator[tuple[int, list[tuple[float, int]]]]:
+        """Yield the numbers of the gaps of some kinds with what was open in their causes, if anything was.
 
-    def __iter__(self) -> Iterator[DeviceGap]:
-        return map(self.__getitem__, range(len(self.at)))
+        Args:
+            order: The numbers of gaps by `at`.
+        """
+        if slices is None:
+            return
+        own = [number for number in order if self.kinds[number] in kinds]
+        for number, still in zip(own, slices.open_at(map(self.at.__getitem__, own)), strict=True):
+            if still:
+                yield number, still
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Keep the gaps with these numbers, in this order."""
+        for times in (self.starts, self.ends, self.at):
+            times[:] = array("d", map(times.__getitem__, order))
+        for numbers in (self.kinds, self.calls, self.places):
+            kept = [numbers[number] for number in order]
+            numbers[:] = array(numbers.typecode, kept)
+
+    def end_by(self, last: float) -> None:
+        """Leave out what is after a time."""
+        self.arrange([number for number, start in enumerate(self.starts) if start < last])
+        self.ends[:] = array("d", (min(end, last) for end in self.ends))
 
 
 _NUMBERS = {kind: number for number, kind in enumerate(GAP_KINDS)}
+_SYNCHRONISATION, _COPYING, _SLOW, _NO_OPERATOR = map(
+    GAP_KINDS.index, ("synchronisation", "copies", "slow launches", "no operator")
+)
+_QUEUED, _UNKNOWN, EDGES = map(GAP_KINDS.index, ("queued", "unknown", "edges"))
+_PLACED = frozenset(range(len(GAP_KINDS))) - {_QUEUED, _UNKNOWN, EDGES}
+_NO_THREAD = -1
+_NO_TEXT = 0
+"""Number of the empty text: the first gap has no text."""
+_Cause: TypeAlias = tuple[int, int, float, str]
+"""(number of a kind, thread, a moment within the cause, call)."""
 
 
 def _outermost(around: Sequence[tuple[float, int]], names: Names) -> int:
@@ -347,37 +363,38 @@ class _Judge:
         knows_launches: bool,
     ) -> None:
         self._names, self._knows_launches = names, knows_launches
-        self._main = max(operators, key=lambda thread: len(operators[thread]), default=None)
-        self._held = [(kind, Covered(held[kind].stretches())) for kind in GAP_KINDS if kind in held]
+        self._main = max(operators, key=lambda thread: len(operators[thread]), default=_NO_THREAD)
+        self._held = [(_NUMBERS[kind], Covered(held[kind].stretches())) for kind in GAP_KINDS if kind in held]
         self._syncs = sorted(syncs)
         self._ends = array("d", map(itemgetter(0), self._syncs))
-        self._threads = {
-            thread: Covered((start, end) for start, end, _ in slices) for thread, slices in operators.items()
-        }
+        self._threads = [Covered(slices.pairs()) for slices in operators.values()]
 
-    def cause(self, gap: Gap) -> _Cause:
-        start, end, launch, thread = gap
-        if thread == -1:
-            return _Cause(gap, "edges", None, start, "")
-        if launch is not None and launch <= start:
-            return _Cause(gap, "queued", thread, launch, "")
-        if launch is None and self._knows_launches:
-            return _Cause(gap, "unknown", None, start, "")
-        thread = self._main if thread is None else thread
-        until = end if launch is None else min(launch, end)
+    def cause(self, start: float, end: float, launch: float, thread: float) -> _Cause:
+        """Return the cause of a gap.
+
+        Args:
+            launch: Time of the call that launched the kernel at the gap's end, or `NEVER` if it is unknown.
+            thread: Thread that launched it.
+        """
+        if launch <= start:
+            return _QUEUED, int(thread), launch, ""
+        if launch == NEVER and self._knows_launches:
+            return _UNKNOWN, _NO_THREAD, start, ""
+        by = self._main if launch == NEVER else int(thread)
+        until = min(launch, end)
         middle, half = (start + until) / 2, (until - start) / 2
         for kind, covered in self._held:
-            if kind != "copies" and covered.within(start, until) > half:
-                return _Cause(gap, kind, thread, middle, "")
-        sync = self._sync(start, until)
+            if kind != _COPYING and covered.within(start, until) > half:
+                return kind, by, middle, ""
+        sync = self._sync(start, until) if self._syncs else None
         if sync is not None:
-            ended, began, by, name = sync
-            return _Cause(gap, "synchronisation", by, (began + ended) / 2, self._names[name])
+            ended, began, waited, name = sync
+            return _SYNCHRONISATION, waited, (began + ended) / 2, self._names[name]
         for kind, covered in self._held:
-            if kind == "copies" and covered.within(start, until) > half:
-                return _Cause(gap, kind, thread, middle, "")
-        ran = sum(threads.within(start, until) for threads in self._threads.values())
-        return _Cause(gap, "slow launches" if ran > half else "no operator", thread, middle, "")
+            if kind == _COPYING and covered.within(start, until) > half:
+                return kind, by, middle, ""
+        ran = sum(threads.within(start, until) for threads in self._threads)
+        return _SLOW if ran > half else _NO_OPERATOR, by, middle, ""
 
     def _sync(self, start: float, until: float) -> tuple[float, float, int, int] | None:
         """Return the call that waited when the device became idle, and ended before the next launch."""
@@ -390,15 +407,21 @@ class _Judge:
         return None
 
 
-def by_cause(gaps: Iterable[DeviceGap]) -> list[DeviceGaps]:
+def by_cause(gaps: Gaps) -> list[DeviceGaps]:
     """Return the gaps added up by cause, call and place, the longest total first."""
-    sums: dict[tuple[GapKind, str, str], DeviceGaps] = {}
-    for gap in gaps:
-        key = gap.kind, gap.call, gap.place
+    sums: dict[tuple[int, int, int], DeviceGaps] = {}
+    for kind, call, place, start, end in zip(
+        gaps.kinds, gaps.calls, gaps.places, gaps.starts, gaps.ends, strict=True
+    ):
+        key = kind, call, place
         row = sums.get(key)
         if row is None:
-            row = sums[key] = DeviceGaps(*key)
-        _add(row, 1, gap.end - gap.start, gap.end - gap.start)
+            row = sums[key] = DeviceGaps(GAP_KINDS[kind], gaps.texts[call], gaps.texts[place])
+        us = end - start
+        row.count += 1
+        row.total_us += us
+        if us > row.longest_us:
+            row.longest_us = us
     rows = sorted(sums.values(), key=lambda row: (-row.total_us, row.kind, row.call, row.place))
     rest: dict[GapKind, DeviceGaps] = {}
     for row in rows[KEPT:]:
@@ -413,15 +436,17 @@ def _add(row: DeviceGaps, count: int, us: float, longest_us: float) -> None:
     row.longest_us = max(row.longest_us, longest_us)
 
 
-def in_steps(gaps: Iterable[DeviceGap], steps: Sequence[Pair]) -> list[dict[GapKind, float]]:
+def in_steps(gaps: Gaps, steps: Sequence[Pair]) -> list[dict[GapKind, float]]:
     """Return the time of the gaps within each of the ascending steps, by cause."""
+    if not steps:
+        return []
     inside = [defaultdict[GapKind, float](float) for _ in steps]
-    starts = [start for start, _ in steps]
-    for gap in gaps:
-        at = max(0, bisect_right(starts, gap.start) - 1)
-        while at < len(steps) and starts[at] < gap.end:
-            common = min(gap.end, steps[at][1]) - max(gap.start, starts[at])
+    firsts = [start for start, _ in steps]
+    for start, end, kind in zip(gaps.starts, gaps.ends, gaps.kinds, strict=True):
+        at = max(0, bisect_right(firsts, start) - 1)
+        while at < len(steps) and firsts[at] < end:
+            common = min(end, steps[at][1]) - max(start, firsts[at])
             if common > 0:
-                inside[at][gap.kind] += common
+                inside[at][GAP_KINDS[kind]] += common
             at += 1
     return [dict(kinds) for kinds in inside]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
@@ -25,6 +25,8 @@ LINKS = frozenset({UNRECORDED, NO_SIZES, SHARED_NUMBER})
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
+NEVER = float("inf")
+"""Start of an id that has none."""
 _FEW = 10
 """Number of events up to which the edges of a recording explain missing ones."""
 _SHARE = 20
@@ -47,7 +49,7 @@ class Starts:
     def add(self, number: int, start_us: float) -> None:
         page = self._pages.get(number // _PAGE)
         if page is None:
-            page = self._pages[number // _PAGE] = array("d", [float("inf")]) * _PAGE
+            page = self._pages[number // _PAGE] = array("d", [NEVER]) * _PAGE
         at = number % _PAGE
         if start_us < page[at]:
             page[at] = start_us
@@ -55,16 +57,30 @@ class Starts:
     def __bool__(self) -> bool:
         return bool(self._pages)
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
+    def columns(self) -> tuple[array[int], array[float]]:
+        """Return the ids that have a start, and their starts."""
+        numbers, starts = array("q"), array("d")
         for number, page in self._pages.items():
-            for at, start_us in enumerate(page, number * _PAGE):
-                if start_us != float("inf"):
-                    yield at, start_us
+            numbers.extend(at for at, start_us in enumerate(page, number * _PAGE) if start_us != NEVER)
+            starts.extend(start_us for start_us in page if start_us != NEVER)
+        return numbers, starts
+
+    def of(self, numbers: Iterable[int]) -> array[float]:
+        """Return the start of each id in turn, or infinity for an unknown one."""
+        found, kept = array("d"), None
+        page: array[float] | None = None
+        append = found.append
+        for number in numbers:
+            if number // _PAGE != kept:
+                kept = number // _PAGE
+                page = self._pages.get(kept)
+            append(NEVER if page is None else page[number % _PAGE])
+        return found
 
     def get(self, number: int) -> float | None:
         page = self._pages.get(number // _PAGE)
-        start_us = float("inf") if page is None else page[number % _PAGE]
-        return None if start_us == float("inf") else start_us
+        start_us = NEVER if page is None else page[number % _PAGE]
+        return None if start_us == NEVER else start_us
 
 
 class _Stream:
@@ -170,16 +186,15 @@ class Launches:
 
     def doubts(self) -> Iterator[tuple[str, int]]:
         """Yield each doubt with its number of events."""
-        launches = lost = early = 0
-        for number, start_us in self._called:
-            launches += 1
-            ran_us = self._ran.get(number)
-            if ran_us is None:
+        lost = early = 0
+        numbers, called = self._called.columns()
+        for start_us, ran_us in zip(called, self._ran.of(numbers), strict=True):
+            if ran_us == NEVER:
                 lost += 1
             elif ran_us < start_us - _EARLY_US:
                 early += 1
-        ran = any(True for _ in self._ran)
-        if ran and lost > _FEW and lost * _SHARE > launches:
+        launches = len(called)
+        if self._ran and lost > _FEW and lost * _SHARE > launches:
             yield LOST, lost
         if early > _FEW and early * _SHARE > launches:
             yield EARLY, early

@@ -6,8 +6,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from heapq import merge
-from itertools import accumulate, chain
-from operator import sub
+from itertools import accumulate, islice
+from operator import lt, sub
 from typing import TypeAlias
 
 Pair: TypeAlias = tuple[float, float]
@@ -24,7 +24,7 @@ class Stretches:
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
         """Args: ascending: Intervals in the order of their starts. Those that touch become one."""
-        self._flat = array("d", chain.from_iterable(united(ascending)))
+        self._flat = flat_union(ascending)
 
     def __bool__(self) -> bool:
         return bool(self._flat)
@@ -67,7 +67,7 @@ class Stretches:
         if flat and chunk[0] <= flat[-1]:
             touched = 2 * bisect_left(flat[1::2], chunk[0])
             both = merge(unpacked(flat[touched:]), unpacked(chunk))
-            chunk = array("d", chain.from_iterable(united(both)))
+            chunk = flat_union(both)
             del flat[touched:]
         flat.extend(chunk)
 
@@ -101,26 +101,29 @@ class Cover:
 
     def _pack(self) -> None:
         self._latest.sort()
-        self._chunks.append(array("d", chain.from_iterable(united(self._latest))))
+        self._chunks.append(flat_union(self._latest))
         self._latest.clear()
         self._start, self._end = 0.0, -1.0
 
 
-def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
-    """Yield the intervals in the order of their starts, joined where they touch."""
-    rest = iter(ascending)
-    for first in rest:
-        start, end = first
-        break
-    else:
-        return
+def flat_union(ascending: Iterable[Pair]) -> array[float]:
+    """Return intervals in the order of their starts, joined where they touch, as starts and ends in turn."""
+    flat, rest = array("d"), iter(ascending)
+    append = flat.append
+    first = next(rest, None)
+    if first is None:
+        return flat
+    start, end = first
     for begins, ends in rest:
         if begins > end:
-            yield start, end
+            append(start)
+            append(end)
             start, end = begins, ends
         elif ends > end:
             end = ends
-    yield start, end
+    append(start)
+    append(end)
+    return flat
 
 
 def length(pairs: Iterable[Pair]) -> float:
@@ -161,26 +164,32 @@ class Slices:
         self._sorted = True
 
     def add(self, start: float, end: float, name: int) -> None:
-        if self._sorted and self._starts:
-            last = self._starts[-1]
-            self._sorted = start > last or (start == last and end <= self._ends[-1])
         self._starts.append(start)
         self._ends.append(end)
         self._names.append(name)
+        self._sorted = False
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __iter__(self) -> Iterator[_Slice]:
         """Yield the slices by start. Of two with the same start, the longer one comes first."""
+        self._sort()
+        return zip(self._starts, self._ends, self._names, strict=True)
+
+    def pairs(self) -> Iterator[Pair]:
+        """Yield the times of the slices by start."""
+        self._sort()
+        return zip(self._starts, self._ends, strict=True)
+
+    def _sort(self) -> None:
         starts, ends, names = self._starts, self._ends, self._names
-        if not self._sorted:
+        if not self._sorted and not all(map(lt, starts, islice(starts, 1, None))):
             order = sorted(range(len(starts)), key=lambda at: (starts[at], -ends[at]))
-            self._starts = starts = array("d", map(starts.__getitem__, order))
-            self._ends = ends = array("d", map(ends.__getitem__, order))
-            self._names = names = array("I", map(names.__getitem__, order))
-            self._sorted = True
-        return zip(starts, ends, names, strict=True)
+            self._starts = array("d", map(starts.__getitem__, order))
+            self._ends = array("d", map(ends.__getitem__, order))
+            self._names = array("I", map(names.__getitem__, order))
+        self._sorted = True
 
     def open_at(self, points: Iterable[float]) -> Iterator[list[tuple[float, int]]]:
         """Yield what is open at each of the ascending points: (end, name), the innermost one last.
@@ -206,14 +215,15 @@ class Covered:
     """Stretches of time that tell how much of an interval they cover, in 24 bytes each."""
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
-        flat = array("d", (time for pair in Stretches(ascending) for time in pair))
+        flat = flat_union(ascending)
         self.starts, self.ends = flat[::2], flat[1::2]
-        self._before = array("d", [0.0])
-        self._before.extend(accumulate(end - start for start, end in unpacked(flat)))
+        self.before = array("d", [0.0])
+        """Covered time before each stretch, and at last all of it."""
+        self.before.extend(accumulate(end - start for start, end in unpacked(flat)))
 
     def _until(self, point: float) -> float:
         at = bisect_right(self.starts, point)
-        return self._before[at] - (max(0.0, self.ends[at - 1] - point) if at else 0.0)
+        return self.before[at] - (max(0.0, self.ends[at - 1] - point) if at else 0.0)
 
     def within(self, start: float, end: float) -> float:
         """Return how much of an interval is covered."""

@@ -17,7 +17,8 @@ from heapq import merge
 from itertools import chain, pairwise
 
 from stepscope_report.timeline.activity.content import LabelTime, ProfilerStep, Work
-from stepscope_report.timeline.activity.device_idle import DeviceGap, GapKind, Host
+from stepscope_report.timeline.activity.device_idle import EDGES, GAP_KINDS, GapKind, Gaps, Host
+from stepscope_report.timeline.activity.doubts import NEVER
 from stepscope_report.timeline.activity.intervals import (
     Cover,
     Covered,
@@ -68,7 +69,7 @@ class Labels:
     def add(self, name: str, start: float, dur: float, thread: int) -> None:
         self._ranges[thread].add(start, start + dur, self._names.number(name))
 
-    def finish(self, host: Host, gaps: Iterable[DeviceGap]) -> list[LabelTime]:
+    def finish(self, host: Host, gaps: Gaps) -> list[LabelTime]:
         """Return the labels by path, the longest first within each."""
         if not self._ranges:
             return []
@@ -86,10 +87,14 @@ class Labels:
             if talks:
                 own.talked = own.talked or Cover()
                 own.talked.add(start, end)
-        ordered = sorted((gap for gap in gaps if gap.kind != "edges"), key=lambda gap: gap.at)
-        for gap, stack in zip(ordered, nested[main].open_at(gap.at for gap in ordered), strict=True):
-            idle = nodes[stack[-1][1] if stack else _ROOT].idle
-            idle[gap.kind] = idle.get(gap.kind, 0.0) + gap.end - gap.start
+        ordered = sorted(
+            (number for number, kind in enumerate(gaps.kinds) if kind != EDGES), key=gaps.at.__getitem__
+        )
+        for number, stack in zip(
+            ordered, nested[main].open_at(map(gaps.at.__getitem__, ordered)), strict=True
+        ):
+            idle, kind = nodes[stack[-1][1] if stack else _ROOT].idle, GAP_KINDS[gaps.kinds[number]]
+            idle[kind] = idle.get(kind, 0.0) + gaps.ends[number] - gaps.starts[number]
         return _rows(nodes, has_device=bool(host.devices), launched=host.knows_launches)
 
     def _nest(self, nodes: list[_Node], busy: Covered) -> dict[int, Slices]:
@@ -122,13 +127,13 @@ class Labels:
         """Yield (node, start, end, 1 if it communicates) of each kernel whose launch is known."""
         by_thread: dict[int, list[tuple[float, float, float, int]]] = defaultdict(list)
         for device in host.devices.values():
-            for start, end, correlation, talks in zip(
-                device.starts, device.ends, device.correlations, device.talks, strict=True
+            launched, threads = host.launches_of(device.correlations)
+            for start, end, called, by, talks in zip(
+                device.starts, device.ends, launched, threads, device.talks, strict=True
             ):
-                launched = host.launch_of(correlation)
-                if launched is not None:
-                    thread = launched[1] if launched[1] in nested else main
-                    by_thread[thread].append((launched[0], start, end, talks))
+                if called != NEVER:
+                    thread = int(by) if int(by) in nested else main
+                    by_thread[thread].append((called, start, end, talks))
         of_main = by_thread.pop(main, [])
         for thread, launches in by_thread.items():
             launches.sort()
