@@ -146,16 +146,22 @@ class Host:
     def thread(self, thread: tuple[int | str, int | str]) -> int:
         return self._threads.setdefault(thread, len(self._threads))
 
-    def call(self, name: str, start: float, dur: float, thread: int, correlation: int) -> None:
+    def launched(
+        self, correlations: Sequence[int], starts_us: Sequence[float], threads: Sequence[int]
+    ) -> None:
+        """Add times and threads of calls into the runtime of a device, by their correlations, or -1."""
+        self._launched.extend(correlations, starts_us)
+        self._launched_by.extend(correlations, threads)
+
+    def call(self, name: str, start: float, dur: float, thread: int) -> None:
         """Add a call into the runtime of a device."""
-        end = start + dur
-        if correlation >= 0:
-            self._launched.add(correlation, start)
-            self._launched_by.add(correlation, thread)
         kind = _kind_of(name)
+        if kind is None:
+            return
+        end = start + dur
         if kind == "synchronisation":
             self._syncs.append((end, start, thread, self.names.number(name)))
-        elif kind is not None:
+        else:
             self._hold(kind, name, start, end)
 
     def wait(self, device: int | str, stream: int, start: float) -> None:
@@ -171,6 +177,9 @@ class Host:
             if device in self.devices
             for end in self.devices[device].running(start, stream)
         )
+
+    def operators_of(self, thread: tuple[int | str, int | str]) -> Slices:
+        return self._operators[self.thread(thread)]
 
     def operator(self, name: str, start: float, dur: float, thread: int) -> None:
         self._operators[thread].add(start, start + dur, self.names.number(name))

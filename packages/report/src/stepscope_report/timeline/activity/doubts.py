@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
@@ -54,6 +54,20 @@ class Starts:
         if start_us < page[at]:
             page[at] = start_us
 
+    def extend(self, numbers: Iterable[int], starts_us: Iterable[float]) -> None:
+        """Add the starts of ids, but for negative ones."""
+        pages, kept, page = self._pages, -1, array("d")
+        for number, start_us in zip(numbers, starts_us, strict=True):
+            if number < 0:
+                continue
+            if number // _PAGE != kept:
+                kept = number // _PAGE
+                if kept not in pages:
+                    pages[kept] = array("d", [NEVER]) * _PAGE
+                page = pages[kept]
+            if start_us < page[number % _PAGE]:
+                page[number % _PAGE] = start_us
+
     def __bool__(self) -> bool:
         return bool(self._pages)
 
@@ -83,7 +97,7 @@ class Starts:
         return None if start_us == NEVER else start_us
 
 
-class _Stream:
+class Stream:
     """The kernels of one stream, as far as they come in the order of their starts."""
 
     __slots__ = ("begun", "busy_us", "end_us", "overlap_us", "overruns")
@@ -121,10 +135,9 @@ class Links:
         """{thread of the forward pass: {sequence number: number of a name, or -1 for several names}}"""
         self._shared = 0
 
-    def call(self, name: str, start_us: float, correlation: int) -> None:
-        """Add a call into CUDA."""
-        if "EventRecord" in name and correlation >= 0 and _RECORD.fullmatch(name):
-            self._recorded.add(correlation, start_us)
+    def called(self, names: Sequence[str], starts_us: Sequence[float], correlations: Sequence[int]) -> None:
+        """Add calls into CUDA."""
+        _add_some(self._recorded, _is_record, names, starts_us, correlations)
 
     def wait(self, start_us: float, record: int | None) -> None:
         """Add a wait for a CUDA event that was recorded by the call with this correlation."""
@@ -158,9 +171,33 @@ class Links:
             yield SHARED_NUMBER, self._shared
 
 
+def _add_some(
+    to: Starts,
+    kind: Callable[[str], bool],
+    names: Sequence[str],
+    starts_us: Sequence[float],
+    correlations: Sequence[int],
+) -> None:
+    """Add the calls of one kind."""
+    own = set(filter(kind, set(names)))
+    if own:
+        to.extend(
+            [
+                correlation if name in own else -1
+                for name, correlation in zip(names, correlations, strict=True)
+            ],
+            starts_us,
+        )
+
+
 @lru_cache(1 << 12)
 def _is_launch(call: str) -> bool:
     return _LAUNCH.match(call) is not None
+
+
+@lru_cache(1 << 12)
+def _is_record(call: str) -> bool:
+    return _RECORD.fullmatch(call) is not None
 
 
 class Launches:
@@ -168,21 +205,18 @@ class Launches:
 
     def __init__(self) -> None:
         self._called, self._ran = Starts(), Starts()
-        self._streams: dict[tuple[int | str, int | str], _Stream] = defaultdict(_Stream)
+        self._streams: dict[tuple[int | str, int | str], Stream] = defaultdict(Stream)
 
-    def call(self, name: str, start_us: float, correlation: int) -> None:
-        """Add a call into CUDA or HIP, with its correlation, or -1 if it has none."""
-        if correlation >= 0 and _is_launch(name):
-            self._called.add(correlation, start_us)
+    def called(self, names: Sequence[str], starts_us: Sequence[float], correlations: Sequence[int]) -> None:
+        """Add calls into CUDA or HIP, with their correlations, or -1 if they have none."""
+        _add_some(self._called, _is_launch, names, starts_us, correlations)
 
-    def work(
-        self, stream: tuple[int | str, int | str], start_us: float, dur_us: float, correlation: int, node: int
-    ) -> None:
-        """Add work of a device. Nodes of one graph run beside each other on one stream."""
-        if correlation >= 0:
-            self._ran.add(correlation, start_us)
-        if not node:
-            self._streams[stream].add(start_us, dur_us)
+    def ran(self, correlations: Sequence[int], starts_us: Sequence[float]) -> None:
+        """Add work of devices, by its correlations."""
+        self._ran.extend(correlations, starts_us)
+
+    def stream(self, stream: tuple[int | str, int | str]) -> Stream:
+        return self._streams[stream]
 
     def doubts(self) -> Iterator[tuple[str, int]]:
         """Yield each doubt with its number of events."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import accumulate, islice
 from operator import lt, sub
@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
+Adders: TypeAlias = tuple[Callable[[float], None], Callable[[float], None], Callable[[int], None]]
 CHUNK = 1 << 13
 _Slice: TypeAlias = tuple[float, float, int]
 """(start, end, number of the name)."""
@@ -168,6 +169,11 @@ class Slices:
         self._ends.append(end)
         self._names.append(name)
         self._sorted = False
+
+    def adders(self) -> Adders:
+        """Return functions that add a start, an end and the number of a name: one of each for each slice."""
+        self._sorted = False
+        return self._starts.append, self._ends.append, self._names.append
 
     def __len__(self) -> int:
         return len(self._starts)
