@@ -323,6 +323,9 @@ class _Track(NamedTuple):
     """Device and stream."""
 
 
+_SLICES = frozenset((Complete, _Plain, _Shaped, Linked))
+
+
 class Reading:
     """State of one pass over one file."""
 
@@ -483,7 +486,7 @@ class Reading:
         event: Any  # a check of the class of each event would take a tenth of the time
         for event in events:
             kind = type(event)
-            if kind is _Plain or isinstance(event, Complete):
+            if kind in _SLICES:
                 role = role_of(event.cat)
                 if role is None:
                     continue
@@ -597,8 +600,8 @@ class Reading:
     def _of_backward(self, events: Sequence[Complete]) -> None:
         """Add operators of torch's backward."""
         said = _together(events, _decode_sequences)
+        self._steps.add_backward([(event.ts, event.ts + event.dur) for event in events])
         for at, event in enumerate(events):
-            self._steps.add_backward(event.ts, event.dur)
             if said is None:
                 links = _links(event)
                 sequence, thread = _number(links.sequence), _number(links.thread)
@@ -662,24 +665,22 @@ class Reading:
     def _kernels(self, events: Sequence[Complete]) -> None:
         """Add work of devices."""
         ran, tracks, device_streams = self._ran, self._tracks, self._streams
-        numbers: list[int] = []
-        for event, about in zip(events, _abouts(events), strict=True):
+        abouts = _abouts(events)
+        for event, about in zip(events, abouts, strict=True):
             start, dur = event.ts, event.dur
-            end = start + dur
             track = event.pid, event.tid, about.device
             covers, on_device, on_stream, stream = tracks.get(track) or self._track(*track)
             work = ran(event.name, event.cat, start, dur)
-            covers[work].add(start, end)
-            on_device.add(start, end, about.correlation, event.tid, talks=work == "communication")
+            covers[work].add(start, start + dur)
+            on_device.add(start, start + dur, about.correlation, event.tid, talks=work == "communication")
             if work == "compute":
                 device_streams[stream] += dur
             elif work == "memory" and _TO_DEVICE.search(event.name):
                 self._steps.add_copy(start, dur)
-            numbers.append(about.correlation)
             if not about.node:  # nodes of one graph run beside each other on one stream
                 on_stream.add(start, dur)
         if not isinstance(events[0], Linked):
-            self._launches.ran(numbers, [event.ts for event in events])
+            self._launches.ran([about.correlation for about in abouts], [event.ts for event in events])
 
     def _track(self, pid: int | str, tid: int | str, device: int) -> _Track:
         """Return where the work of one track of a device is added."""

@@ -296,6 +296,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self.texts = Names()
+        self.texts.number("")
         self.starts, self.ends = array("d"), array("d")
         self.at = array("d")
         """A moment within the cause of each gap, at which open calls are looked up."""
@@ -309,7 +310,7 @@ class Gaps:
         self.ends.append(end)
         self.at.append(at)
         self.kinds.append(kind)
-        self.calls.append(self.texts.number(call))
+        self.calls.append(self.texts.number(call) if call else _NO_TEXT)
         self.places.append(_NO_TEXT)
 
     def open_in(
@@ -349,7 +350,7 @@ _QUEUED, _UNKNOWN, EDGES = map(GAP_KINDS.index, ("queued", "unknown", "edges"))
 _PLACED = frozenset(range(len(GAP_KINDS))) - {_QUEUED, _UNKNOWN, EDGES}
 _NO_THREAD = -1
 _NO_TEXT = 0
-"""Number of the empty text: the first gap has no text."""
+"""Number of the empty text."""
 _Cause: TypeAlias = tuple[int, int, float, str]
 """(number of a kind, thread, a moment within the cause, call)."""
 
@@ -402,7 +403,9 @@ class _Judge:
         for kind, covered in self._held:
             if kind == _COPYING and covered.within(start, until) > half:
                 return kind, by, middle, ""
-        ran = sum(threads.within(start, until) for threads in self._threads)
+        ran = 0.0
+        for covered in self._threads:
+            ran += covered.within(start, until)
         return _SLOW if ran > half else _NO_OPERATOR, by, middle, ""
 
     def _sync(self, start: float, until: float) -> tuple[float, float, int, int] | None:

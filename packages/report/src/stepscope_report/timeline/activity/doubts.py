@@ -56,17 +56,19 @@ class Starts:
 
     def extend(self, numbers: Iterable[int], starts_us: Iterable[float]) -> None:
         """Add the starts of ids, but for negative ones."""
-        pages, kept, page = self._pages, -1, array("d")
+        first, page = -2 * _PAGE, array("d")
         for number, start_us in zip(numbers, starts_us, strict=True):
-            if number < 0:
-                continue
-            if number // _PAGE != kept:
-                kept = number // _PAGE
-                if kept not in pages:
-                    pages[kept] = array("d", [NEVER]) * _PAGE
-                page = pages[kept]
-            if start_us < page[number % _PAGE]:
-                page[number % _PAGE] = start_us
+            at = number - first
+            if not 0 <= at < _PAGE:
+                if number < 0:
+                    continue
+                at = number % _PAGE
+                first = number - at
+                if first // _PAGE not in self._pages:
+                    self._pages[first // _PAGE] = array("d", [NEVER]) * _PAGE
+                page = self._pages[first // _PAGE]
+            if start_us < page[at]:
+                page[at] = start_us
 
     def __bool__(self) -> bool:
         return bool(self._pages)

@@ -93,6 +93,21 @@ class Cover:
         if len(self._latest) >= self._chunk:
             self._pack()
 
+    def extend(self, pairs: Iterable[Pair]) -> None:
+        latest, first, last = self._latest, self._start, self._end
+        for pair in pairs:
+            start, end = pair
+            if first <= start <= last:
+                if end > last:
+                    last = end
+                    latest[-1] = (first, end)
+            else:
+                latest.append(pair)
+                first, last = pair
+        self._start, self._end = first, last
+        if len(latest) >= self._chunk:
+            self._pack()
+
     def stretches(self) -> Stretches:
         self._pack()
         covered = Stretches()
@@ -227,13 +242,18 @@ class Covered:
         """Covered time before each stretch, and at last all of it."""
         self.before.extend(accumulate(end - start for start, end in unpacked(flat)))
 
-    def _until(self, point: float) -> float:
-        at = bisect_right(self.starts, point)
-        return self.before[at] - (max(0.0, self.ends[at - 1] - point) if at else 0.0)
-
     def within(self, start: float, end: float) -> float:
         """Return how much of an interval is covered."""
-        return self._until(end) - self._until(start) if self.starts else 0.0
+        starts, ends, before = self.starts, self.ends, self.before
+        if not starts:
+            return 0.0
+        first, last = bisect_right(starts, start), bisect_right(starts, end)
+        covered = before[last]
+        if last and ends[last - 1] > end:
+            covered -= ends[last - 1] - end
+        if first and ends[first - 1] > start:
+            return covered - (before[first] - (ends[first - 1] - start))
+        return covered - before[first]
 
     def gaps(self, first: float, last: float) -> Iterator[Pair]:
         """Yield the intervals from `first` to `last` that are not covered."""

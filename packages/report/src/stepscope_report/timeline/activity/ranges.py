@@ -225,9 +225,9 @@ class ProfilerSteps:
         elif _BACKWARD.match(name):
             self._backward.add(*pair)
 
-    def add_backward(self, start_us: float, dur_us: float) -> None:
-        """Add an operator of torch's backward."""
-        self._backward.add(start_us, start_us + dur_us)
+    def add_backward(self, pairs: Iterable[Pair]) -> None:
+        """Add the times of operators of torch's backward."""
+        self._backward.extend(pairs)
 
     def add_copy(self, start_us: float, dur_us: float) -> None:
         """Add a copy from the host to a device."""
