@@ -39,7 +39,7 @@ from stepscope_report.timeline.activity.content import (
     TraceContent,
     Work,
 )
-from stepscope_report.timeline.activity.device_idle import DeviceKernels, Host, by_cause, in_steps
+from stepscope_report.timeline.activity.device_idle import Host, by_cause, in_steps, stream_number
 from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches, Links
 from stepscope_report.timeline.activity.doubts import Stream as DeviceStream
 from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
@@ -317,7 +317,10 @@ class _Track(NamedTuple):
     """A track of a device in the trace."""
 
     covers: dict[Work, Cover]
-    kernels: DeviceKernels
+    adders: tuple[Callable[[Any], None], ...]
+    """Those of its `DeviceKernels`."""
+    number: int
+    """Number of the stream in `DeviceKernels`."""
     order: DeviceStream
     stream: tuple[int | str, int | str]
     """Device and stream."""
@@ -664,21 +667,34 @@ class Reading:
 
     def _kernels(self, events: Sequence[Complete]) -> None:
         """Add work of devices."""
-        ran, tracks, device_streams = self._ran, self._tracks, self._streams
+        tracks, device_streams, kernel_of = self._tracks, self._streams, self.kernels.get
         abouts = _abouts(events)
         for event, about in zip(events, abouts, strict=True):
-            start, dur = event.ts, event.dur
-            track = event.pid, event.tid, about.device
-            covers, on_device, on_stream, stream = tracks.get(track) or self._track(*track)
-            work = ran(event.name, event.cat, start, dur)
-            covers[work].add(start, start + dur)
-            on_device.add(start, start + dur, about.correlation, event.tid, talks=work == "communication")
+            name, start, dur = event.name, event.ts, event.dur
+            end = start + dur
+            place = event.pid, event.tid, about.device
+            track = tracks.get(place) or self._track(*place)
+            kernel = kernel_of(name) or self._new_kernel(name, event.cat)
+            kernel.count += 1
+            kernel.total_us += dur
+            if dur > kernel.max_us:
+                kernel.max_us = dur
+            work = kernel.work
+            track.covers[work].add(start, end)
+            add_start, add_end, add_correlation, add_stream, add_talks = track.adders
+            add_start(start)
+            add_end(end)
+            add_correlation(about.correlation)
+            add_stream(track.number)
+            add_talks(work == "communication")
             if work == "compute":
-                device_streams[stream] += dur
-            elif work == "memory" and _TO_DEVICE.search(event.name):
+                device_streams[track.stream] += dur
+            elif work == "communication":
+                self.collectives[name].extend((start, end))
+            elif _TO_DEVICE.search(name):
                 self._steps.add_copy(start, dur)
             if not about.node:  # nodes of one graph run beside each other on one stream
-                on_stream.add(start, dur)
+                track.order.add(start, dur)
         if not isinstance(events[0], Linked):
             self._launches.ran([about.correlation for about in abouts], [event.ts for event in events])
 
@@ -686,23 +702,28 @@ class Reading:
         """Return where the work of one track of a device is added."""
         key = pid if device < 0 else device  # merged files have pids of their own
         track = _Track(
-            self.devices[key], self._host.devices[key], self._launches.stream((pid, tid)), (key, tid)
+            self.devices[key],
+            self._host.devices[key].adders(),
+            stream_number(tid),
+            self._launches.stream((pid, tid)),
+            (key, tid),
         )
         self._tracks[pid, tid, device] = track
         return track
 
-    def _ran(self, name: str, category: str, start: float, dur: float) -> Work:
-        """Add a run of a kernel, copy, fill or collective."""
-        kernel = self.kernels.get(name)
-        if kernel is None:
-            kernel = self.kernels[name] = Kernel(name, work_of(category, name))
+    def _new_kernel(self, name: str, category: str) -> Kernel:
+        kernel = self.kernels[name] = Kernel(name, work_of(category, name))
+        return kernel
+
+    def _ran(self, name: str, category: str, start: float, dur: float) -> None:
+        """Add a collective."""
+        kernel = self.kernels.get(name) or self._new_kernel(name, category)
         kernel.count += 1
         kernel.total_us += dur
         if dur > kernel.max_us:
             kernel.max_us = dur
         if kernel.work == "communication":
             self.collectives[name].extend((start, start + dur))
-        return kernel.work
 
     def _calls(self, events: Sequence[Complete], callers: Sequence[int]) -> None:
         """Add calls into the runtime of a device, with the numbers of their threads."""

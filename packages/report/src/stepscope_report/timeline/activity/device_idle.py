@@ -11,11 +11,11 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from operator import itemgetter, le
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -84,6 +84,10 @@ class DeviceGaps(msgspec.Struct):
     longest_us: float = 0.0
 
 
+def stream_number(stream: object) -> int:
+    return stream if isinstance(stream, int) and stream >= 0 else -1
+
+
 class DeviceKernels:
     """Kernels of one device, in 33 bytes each."""
 
@@ -95,11 +99,16 @@ class DeviceKernels:
         """1 for each kernel that communicates."""
 
     def add(self, start: float, end: float, correlation: int, stream: object, *, talks: bool) -> None:
-        self.starts.append(start)
-        self.ends.append(end)
-        self.correlations.append(correlation)
-        self.streams.append(stream if isinstance(stream, int) and stream >= 0 else -1)
-        self.talks.append(talks)
+        values = start, end, correlation, stream_number(stream), talks
+        for add, value in zip(self.adders(), values, strict=True):
+            add(value)
+
+    def adders(self) -> tuple[Callable[[Any], None], ...]:
+        """Return functions that add a start, an end, a correlation, the number of a stream, and whether it
+        communicates: one of each for each kernel.
+        """
+        columns = self.starts, self.ends, self.correlations, self.streams, self.talks
+        return tuple(column.append for column in columns)
 
     def order(self) -> Sequence[int]:
         """Return the numbers of the kernels in the order of their starts."""
@@ -229,32 +238,36 @@ class Host:
         )
         by_thread: dict[int, array[int]] = defaultdict(lambda: array("q"))
 
-        def add(start: float, end: float, cause: _Cause) -> None:
-            by_thread[cause[1]].append(len(gaps.at))
-            gaps.add(start, end, *cause)
-
+        cause_of, texts = judge.cause, gaps.texts
+        add_start, add_end, add_at, add_kind, add_call, add_place = gaps.adders()
         for device in self.devices.values():
-            starts, ends, (launches, threads) = (
-                device.starts,
-                device.ends,
-                self.launches_of(device.correlations),
-            )
+            starts, ends = device.starts, device.ends
+            launches, threads = self.launches_of(device.correlations)
             until, edge = first, True
             for at in device.order():
                 start = starts[at]
                 if start > until:
-                    add(
-                        until,
-                        start,
+                    kind, thread, moment, call = (
                         (EDGES, _NO_THREAD, until, "")
                         if edge
-                        else judge.cause(until, start, launches[at], threads[at]),
+                        else cause_of(until, start, launches[at], threads[at])
                     )
+                    by_thread[thread].append(len(gaps.at))
+                    add_start(until)
+                    add_end(start)
+                    add_at(moment)
+                    add_kind(kind)
+                    add_call(texts.number(call) if call else _NO_TEXT)
+                    add_place(_NO_TEXT)
                 edge = False
                 if ends[at] > until:
                     until = ends[at]
             if until < last:
-                add(until, last, (EDGES, _NO_THREAD, until, ""))
+                by_thread[_NO_THREAD].append(len(gaps.at))
+                for add, value in zip(
+                    gaps.adders(), (until, last, until, EDGES, _NO_TEXT, _NO_TEXT), strict=True
+                ):
+                    add(value)
         order: list[int] = []
         for thread, own in sorted(by_thread.items()):
             by_time = sorted(own, key=gaps.at.__getitem__)
@@ -305,13 +318,12 @@ class Gaps:
         self.calls, self.places = array("i"), array("i")
         """Numbers of `DeviceGaps.call` and `DeviceGaps.place` in `texts`."""
 
-    def add(self, start: float, end: float, kind: int, _thread: int, at: float, call: str) -> None:
-        self.starts.append(start)
-        self.ends.append(end)
-        self.at.append(at)
-        self.kinds.append(kind)
-        self.calls.append(self.texts.number(call) if call else _NO_TEXT)
-        self.places.append(_NO_TEXT)
+    def adders(self) -> tuple[Callable[[Any], None], ...]:
+        """Return functions that add a start, an end, `at`, a kind, a call and a place: one of each for each
+        gap.
+        """
+        columns = self.starts, self.ends, self.at, self.kinds, self.calls, self.places
+        return tuple(column.append for column in columns)
 
     def open_in(
         self, slices: Slices | None, order: Sequence[int], kinds: Container[int]
