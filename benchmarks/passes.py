@@ -1,7 +1,8 @@
 """The cost of noting forward passes in vLLM's engine core, without a profiler.
 
 CPU of the engine core's thread for each pass, by the number of requests in it: calls of the real hooks around
-a scheduler that does nothing, against calls of that scheduler alone, in turns. Needs no vLLM.
+a scheduler that does nothing, against calls of that scheduler alone, in turns. And the median and the largest
+CPU of a note of the flight recorder, in which each request is in 500 passes. Needs no vLLM.
 
 `--vllm` measures tokens per second of a real vLLM in this process too, with its passes noted and without, in
 turns and without a profiler, the CPU of the hooks in the engine core's thread, and the bytes of the file: of
@@ -12,6 +13,7 @@ hides the tokens per second; with OMP_NUM_THREADS=1 the CPU of the hooks is stil
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -86,6 +88,24 @@ def us_of_a_pass(requests: int) -> float:
         costs.append(us() - plain)
         passes.end(core)
     return statistics.median(costs)
+
+
+def us_of_notes(requests: int, number: int) -> list[float]:
+    """Return the CPU of each of `number` notes of the flight recorder, in us, in order of size."""
+    from stepscope.engines.passes import PassRing
+
+    gc.disable()  # a collection takes what the objects of this program make it take
+    ring, batch, costs = PassRing(64), dict.fromkeys(map(str, range(requests)), 1), []
+    for at in range(number):
+        for new in range(at * requests // 500, (at + 1) * requests // 500):
+            del batch[str(new)]
+            ring.arrive(str(new + requests), caller_id=f"turn {new}")
+            batch[str(new + requests)] = 1
+        output, now_ns, began_ns = [1] * requests, time.monotonic_ns(), time.thread_time_ns()
+        ring.note(now_ns, now_ns, "decode", batch, output, running=requests, waiting=0)
+        costs.append((time.thread_time_ns() - began_ns) / 1e3)
+    gc.enable()
+    return sorted(costs)
 
 
 TOKENS, REQUESTS = 64, 64
@@ -200,10 +220,14 @@ def main() -> None:
     made.add_argument("--vllm", action="store_true", help="also tokens per second of a real vLLM")
     options = made.parse_args()
     costs = {requests: us_of_a_pass(requests) for requests in (1, 32, 256)}
+    notes = {requests: us_of_notes(requests, 20_000 if options.quick else 50_000) for requests in costs}
     header("passes", "stepscope-rollout-vllm")
     print("  requests in a pass  " + "".join(f"{requests:>8}" for requests in costs))
-    print("  us of CPU           " + "".join(f"{us:>8.1f}" for us in costs.values()) + "\n")
+    print("  us of CPU           " + "".join(f"{us:>8.1f}" for us in costs.values()))
+    print("  recorder, median    " + "".join(f"{statistics.median(own):>8.1f}" for own in notes.values()))
+    print("  recorder, largest   " + "".join(f"{own[-1]:>8.1f}" for own in notes.values()) + "\n")
     verdict(f"notes of 256 requests, of a pass of {PASS_MS} ms", costs[256] / PASS_MS / 10, 1, " %")
+    verdict("largest note of the flight recorder, ms", max(own[-1] for own in notes.values()) / 1e3, 1, "")
     if options.vllm:
         for name, turns in TURNS.items():
             with_vllm(name, turns // 5 if options.quick else turns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -243,31 +244,50 @@ def test_passes_beyond_the_limit_are_counted() -> None:
     assert (len(file.passes.number), len(file.served.request), file.dropped) == (2, 2, 3)
 
 
-def test_a_ring_keeps_the_latest_passes_within_its_memory_and_a_part_of_it_fits_its_requests() -> None:
+def test_a_ring_keeps_the_latest_passes_within_its_memory_and_a_part_of_it_fits_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The requests and the window lie across several parts of the ring. `long` is in each pass."""
+    monkeypatch.setattr(passes, "_PART_BYTES", 1 << 17)
     ring, every, zero_ns = PassRing(1), PassLog(100_000), time.monotonic_ns() + 10**9
-    for at in range(40_000):
-        began_ns, tokens = zero_ns + 100 * at, {f"r{at // 10}": 1, f"r{at // 10 + 1}": 2}
+    for log in (ring, every):
+        log.name("long", "a long turn")
+    for at in range(10_000):
+        began_ns, tokens = zero_ns + 100 * at, {f"r{at}": 2, f"r{at - 1}": 1, "long": 1}
         for log in (ring, every):
-            log.arrive(f"r{at // 10}", caller_id=f"turn {at // 10}", at_ns=began_ns)
+            # while the pass runs: its note, which comes later, may be the first of a part
+            log.arrive(f"r{at + 1}", caller_id=f"turn {at + 1}", at_ns=began_ns + 20)
+            if at % 300 > 200:
+                log.update(began_ns + 20)
             log.note(
-                began_ns + 10, began_ns + 90, "decode", tokens, [1, 1], running=2, waiting=0,
-                weights=at // 1000, preempted=[f"r{at // 10}"] if at % 10 == 9 else [],
+                began_ns + 10, began_ns + 90, "decode", tokens, [1, 1, 1], running=3, waiting=0,
+                weights=at // 300, updates=at // 200, preempted=[f"r{at}"] if at % 10 == 9 else [],
             )  # fmt: skip
-    kept = ring.file()
-    assert 3_000 < len(kept.passes.number) < 15_000
+    kept, whole = ring.file(), every.file()
+    assert 1_900 < len(kept.passes.number) < 2_400
     assert kept.anchor.mono_ns == kept.passes.begin_ns[0]
     parts = []
-    for file in (kept, every.file()):
+    for file in (kept, whole):
         ahead_ns = file.closed.wall_ns - file.closed.mono_ns + zero_ns
-        parts.append(passes.between(file, ahead_ns + 3_700_000, ahead_ns + 3_800_000))
+        parts.append(passes.between(file, ahead_ns + 810_000, ahead_ns + 990_000))
         check_passes(parts[-1])
     one, other = (msgspec.to_builtins(part) for part in parts)
     for own in (one, other):
         for table in ("passes", "preempted"):
             del own[table]["number"]  # counted from the oldest kept pass
+    assert other["requests"]["id"][0] == "long"
+    oldest = 10_000 - len(kept.passes.number)
+    came = kept.requests.arrived_ns[kept.requests.id.index(f"r{oldest + 1}")]
+    assert came == zero_ns + 100 * oldest + 20
+    later = bisect_right(whole.weights.at_ns, kept.anchor.mono_ns)
+    assert kept.weights.at_ns == whole.weights.at_ns[later:]
+    assert kept.weights.version == whole.weights.version[later:]
+    other["requests"]["version_begun"][0] = None if oldest % 300 > 200 else oldest // 300
+    other["requests"]["updates_begun"][0] = oldest // 200
     assert [one[table] for table in TABLES] == [other[table] for table in TABLES]
-    assert one["passes"]["begin_ns"] == [zero_ns + 3_700_010 + 100 * at for at in range(1000)]
-    assert len(one["preempted"]["request"]) == 100
+    assert one["passes"]["begin_ns"] == [zero_ns + 810_010 + 100 * at for at in range(1800)]
+    assert one["requests"]["caller_id"][0] == "a long turn"
+    assert len(one["preempted"]["request"]) == 180
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import asdict
@@ -27,6 +27,7 @@ from stepscope.engines.artifacts import publish, read_anchor
 from stepscope.engines.protocol import EngineCapture
 from stepscope.errors import RecordError
 from stepscope.files import passes as records
+from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe
 from stepscope.files.passes import PassFile, PassKind, Version
 from stepscope.files.sidecar import Artifact
@@ -45,16 +46,50 @@ _current: PassLog | None = None
 _kept: PassRing | None = None
 """The passes that the flight recorder keeps of this process' engine between captures, or None. One writer:
 `keep`."""
-_PASS_BYTES, _SERVED_BYTES, _REQUEST_BYTES = 45, 24, 400
+_PASS_BYTES, _SERVED_BYTES, _REQUEST_BYTES = 33, 12, 400
 """Memory of a pass, of a request in a pass, and of a request."""
+_PART_BYTES = 1 << 20
+"""Memory of a part of a `PassRing`, at most. Its columns move as they grow: more bytes hold up the engine."""
 
 
 class _Positions(dict[str, int]):
-    """{id of a request: its position}. A new id gets the next position."""
+    """{id of a request: its position}. A new id gets the next one, and its caller's id from `earlier`."""
+
+    def __init__(self, callers: dict[str, str]) -> None:
+        self._callers = callers
+        self.earlier: Sequence[dict[str, str]] = ()
 
     def __missing__(self, key: str) -> int:
         self[key] = position = len(self)
+        for callers in self.earlier:
+            if key in callers:
+                self._callers.setdefault(key, callers[key])
+                break
         return position
+
+
+class _Part:
+    """The passes of a stretch of time that began with `opened`, in columns, and the requests in them."""
+
+    def __init__(self, opened: ClockAnchor) -> None:
+        self.opened = opened
+        self.arrived: dict[str, int] = {}
+        self.callers: dict[str, str] = {}
+        self.positions = _Positions(self.callers)
+        self.versions: list[tuple[int, Version]] = []
+        """(number of the part's passes before it, version of the weights), in order."""
+        self.updates: list[tuple[int, int | None]] = []
+        """(number of the part's passes before it, count of the updates of the weights), in order."""
+        self.weights: list[tuple[int, Version]] = []
+        """(time, version of the weights from then on), in order."""
+        self.begins, self.ends = array("q"), array("q")
+        self.kinds, self.kv_use = array("b"), array("f")
+        self.counts, self.running, self.waiting = array("i"), array("i"), array("i")
+        self.requests, self.tokens, self.outputs = array("i"), array("i"), array("i")
+        self.last_ids: list[str] = []
+        """Ids of the requests of the last pass; `last_positions` are their positions."""
+        self.last_positions = array("i")
+        self.preempted: list[tuple[int, str]] = []
 
 
 class PassLog:
@@ -67,27 +102,11 @@ class PassLog:
     def __init__(self, most: int) -> None:
         self.dropped = 0
         self._most = most
-        self._opened = read_anchor()
         self._lock = threading.Lock()
-        self._positions = _Positions()
-        self._callers: dict[str, str] = {}
-        self._arrived: dict[str, int] = {}
-        self._versions: list[tuple[int, Version]] = []
-        """(number of passes before it, version of the weights), in order."""
-        self._updates: list[tuple[int, int | None]] = []
-        """(number of passes before it, count of the updates of the weights), in order."""
-        self._begins, self._ends = array("q"), array("q")
-        self._kinds, self._kv_use = array("b"), array("f")
-        self._counts, self._running, self._waiting = array("l"), array("l"), array("l")
-        self._requests, self._tokens, self._outputs = array("l"), array("l"), array("l")
-        self._last_ids: list[str] = []
-        """Ids of the requests of the last pass; `_last_positions` are their positions."""
-        self._last_positions = array("l")
-        self._preempted: list[tuple[int, str]] = []
+        self._parts: Sequence[_Part] = (_Part(read_anchor()),)
+        """The parts in order, of which the last one grows. One, unless a `PassRing` begins more."""
         self._stale: Version = None
         """Version of the weights before the last update, until another one is stated; or None."""
-        self._weights: list[tuple[int, Version]] = []
-        """(time, version of the weights from then on), in order."""
 
     def arrive(self, request: str, *, caller_id: str | None = None, at_ns: int | None = None) -> None:
         """Note that a request was put into the engine's queue.
@@ -97,14 +116,15 @@ class PassLog:
             at_ns: Time by CLOCK_MONOTONIC; None for now.
         """
         with self._lock:
-            self._arrived[request] = time.monotonic_ns() if at_ns is None else at_ns
-            self._positions[request]
+            part = self._parts[-1]
+            part.arrived[request] = time.monotonic_ns() if at_ns is None else at_ns
+            part.positions[request]
         if caller_id is not None:
             self.name(request, caller_id)
 
     def name(self, request: str, caller_id: str) -> None:
         """Note the id under which the caller knows a request."""
-        self._callers[request] = caller_id
+        self._parts[-1].callers[request] = caller_id
 
     def update(self, at_ns: int | None = None) -> None:
         """Note that the engine has new weights. The version that was stated before is not theirs.
@@ -112,14 +132,18 @@ class PassLog:
         Args:
             at_ns: Time by CLOCK_MONOTONIC; None for now.
         """
-        self._weights.append((time.monotonic_ns() if at_ns is None else at_ns, None))
-        last = self._versions[-1][1] if self._versions else None
-        self._stale = self._stale if last is None else last
+        with self._lock:
+            part = self._parts[-1]
+            part.weights.append((time.monotonic_ns() if at_ns is None else at_ns, None))
+            last = part.versions[-1][1] if part.versions else None
+            self._stale = self._stale if last is None else last
 
     @property
     def unnamed(self) -> list[str]:
         """Return the ids of the requests whose caller's id was not noted."""
-        return [request for request in self._positions if request not in self._callers]
+        parts = self._parts
+        callers = _merged([part.callers for part in parts])
+        return [request for request in _merged([part.positions for part in parts]) if request not in callers]
 
     def note(
         self,
@@ -148,150 +172,166 @@ class PassLog:
             preempted: The requests that lost their place in the KV cache since the pass before.
         """
         with self._lock:
-            if self._is_full():
+            part = self._room(begin_ns)
+            if part is None:
                 self.dropped += 1
                 return
-            number = len(self._begins)
-            self._begins.append(begin_ns)
-            self._ends.append(end_ns)
-            self._kinds.append(_CODES[kind])
-            self._counts.append(len(tokens))
-            self._running.append(running)
-            self._waiting.append(waiting)
-            self._kv_use.append(_UNKNOWN if kv_use is None else kv_use)
+            number = len(part.begins)
+            part.begins.append(begin_ns)
+            part.ends.append(end_ns)
+            part.kinds.append(_CODES[kind])
+            part.counts.append(len(tokens))
+            part.running.append(running)
+            part.waiting.append(waiting)
+            part.kv_use.append(_UNKNOWN if kv_use is None else kv_use)
             ids = list(tokens)
-            if ids != self._last_ids:  # a batch that decodes stays the same for many passes
-                self._last_ids = ids
-                self._last_positions = array("l", list(map(self._positions.__getitem__, ids)))
-            self._requests.extend(self._last_positions)
+            if ids != part.last_ids:  # a batch that decodes stays the same for many passes
+                part.last_ids = ids
+                part.last_positions = array("i", list(map(part.positions.__getitem__, ids)))
+            part.requests.extend(part.last_positions)
             # `extend` of another iterable grows the array number by number.
-            self._tokens.fromlist(list(tokens.values()))
-            self._outputs.fromlist(list(output))
-            self._preempted += [(number, request) for request in preempted]
+            part.tokens.fromlist(list(tokens.values()))
+            part.outputs.fromlist(list(output))
+            part.preempted += [(number, request) for request in preempted]
             weights = None if weights == self._stale else weights
-            if weights != (self._versions[-1][1] if self._versions else None):
-                self._versions.append((number, weights))
+            if weights != (part.versions[-1][1] if part.versions else None):
+                part.versions.append((number, weights))
                 if weights is not None:  # else `update` has the time of the change
-                    self._weights.append((begin_ns, weights))
-            if updates != (self._updates[-1][1] if self._updates else None):
-                self._updates.append((number, updates))
+                    part.weights.append((begin_ns, weights))
+            if updates != (part.updates[-1][1] if part.updates else None):
+                part.updates.append((number, updates))
 
-    def _is_full(self) -> bool:
-        return len(self._begins) >= self._most
+    def _room(self, begin_ns: int) -> _Part | None:
+        """Return the part that takes the next pass, or None if it has no room."""
+        part = self._parts[-1]
+        return part if len(part.begins) < self._most else None
 
     def file(self, dp: int = 0) -> PassFile:
-        """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
-        with self._lock:
-            number, request = zip(*self._preempted, strict=True) if self._preempted else ((), ())
-            preempted = records.Preempted(
-                number=list(number), request=[self._positions[one] for one in request]
-            )
-            ids = list(self._positions)
-            begun, ended = self._at_ends(self._versions, None)
-            updates_begun, updates_ended = self._at_ends(self._updates, None)
-            return PassFile(
-                step=0,
-                run_id="",
-                replica=0,
-                dp=dp,
-                host=socket.gethostname(),
-                anchor=self._opened,
-                closed=read_anchor(),
-                dropped=self.dropped,
-                requests=records.Requests(
-                    id=ids,
-                    caller_id=[
-                        None if caller == own else caller
-                        for own, caller in zip(ids, map(self._callers.get, ids), strict=True)
-                    ],
-                    arrived_ns=list(map(self._arrived.get, ids)),
-                    version_begun=begun,
-                    version_ended=ended,
-                    updates_begun=updates_begun,
-                    updates_ended=updates_ended,
-                ),
-                passes=records.Passes(
-                    number=list(range(len(self._begins))),
-                    begin_ns=self._begins.tolist(),
-                    end_ns=self._ends.tolist(),
-                    kind=[_KINDS[code] for code in self._kinds],
-                    requests=self._counts.tolist(),
-                    running=self._running.tolist(),
-                    waiting=self._waiting.tolist(),
-                    kv_use=[None if use < 0 else round(use, 4) for use in self._kv_use],
-                ),
-                served=records.Served(
-                    request=self._requests.tolist(),
-                    tokens=self._tokens.tolist(),
-                    output=self._outputs.tolist(),
-                ),
-                preempted=preempted,
-                weights=records.Weights(
-                    at_ns=[at_ns for at_ns, _ in self._weights],
-                    version=[version for _, version in self._weights],
-                ),
-            )
+        """Return all passes so far, as the content of a file. `publish_passes` adds whose they are.
 
-    def _at_ends(self, changes: Sequence[tuple[int, T]], before: T) -> tuple[list[T], list[T]]:
-        """Return the values at the first and at the last pass of each request.
-
-        Args:
-            changes: (number of passes before it, new value), in order.
-            before: The value before the first change.
+        The engine is not held up for it: the passes up to now stay as they are while others are noted.
         """
-        begun: dict[int, T] = {}
-        ended = [before] * len(self._positions)
-        rows = list(accumulate(self._counts, initial=0))
-        bounds = [(0, before), *((rows[first], value) for first, value in changes), (rows[-1], before)]
-        for (first, value), (last, _) in pairwise(bounds):
-            for request in set(self._requests[first:last]):
-                begun.setdefault(request, value)
-                ended[request] = value
-        return [begun.get(request, before) for request in range(len(ended))], ended
+        with self._lock:
+            parts, dropped, closed = self._parts, self.dropped, read_anchor()
+            sizes = [(len(part.begins), len(part.requests)) for part in parts]
+            weights = [one for part in parts for one in part.weights]
+        positions, preempted = _Positions({}), list[tuple[int, str]]()
+        passes = {name: list[Any]() for name in records.Passes.__struct_fields__}
+        served = {name: list[int]() for name in records.Served.__struct_fields__}
+        versions, updates = list[tuple[int, Version]](), list[tuple[int, int | None]]()
+        for part, (size, rows) in zip(parts, sizes, strict=True):
+            first = len(passes["begin_ns"])
+            at = [positions[request] for request in list(part.positions)]
+            passes["begin_ns"] += part.begins[:size]
+            passes["end_ns"] += part.ends[:size]
+            passes["kind"] += map(_KINDS.__getitem__, part.kinds[:size])
+            passes["requests"] += part.counts[:size]
+            passes["running"] += part.running[:size]
+            passes["waiting"] += part.waiting[:size]
+            passes["kv_use"] += [None if use < 0 else round(use, 4) for use in part.kv_use[:size]]
+            served["request"] += map(at.__getitem__, part.requests[:rows])
+            served["tokens"] += part.tokens[:rows]
+            served["output"] += part.outputs[:rows]
+            preempted += [(first + number, name) for number, name in part.preempted if number < size]
+            versions += [(first + number, version) for number, version in part.versions if number < size]
+            updates += [(first + number, count) for number, count in part.updates if number < size]
+        passes["number"] = list(range(len(passes["begin_ns"])))
+        lost = records.Preempted(
+            number=[number for number, _ in preempted], request=[positions[name] for _, name in preempted]
+        )
+        ids = list(positions)
+        arrived = _merged([part.arrived for part in parts])
+        callers = _merged([part.callers for part in parts])
+        rows_before = list(accumulate(passes["requests"], initial=0))
+        begun, ended = _at_ends(versions, None, len(ids), rows_before, served["request"])
+        updates_begun, updates_ended = _at_ends(updates, None, len(ids), rows_before, served["request"])
+        return PassFile(
+            step=0,
+            run_id="",
+            replica=0,
+            dp=dp,
+            host=socket.gethostname(),
+            anchor=parts[0].opened,
+            closed=closed,
+            dropped=dropped,
+            requests=records.Requests(
+                id=ids,
+                caller_id=[
+                    None if caller == own else caller
+                    for own, caller in zip(ids, map(callers.get, ids), strict=True)
+                ],
+                arrived_ns=list(map(arrived.get, ids)),
+                version_begun=begun,
+                version_ended=ended,
+                updates_begun=updates_begun,
+                updates_ended=updates_ended,
+            ),
+            passes=records.Passes(**passes),
+            served=records.Served(**served),
+            preempted=lost,
+            weights=records.Weights(
+                at_ns=[at_ns for at_ns, _ in weights], version=[version for _, version in weights]
+            ),
+        )
 
 
 class PassRing(PassLog):
-    """The latest passes of one engine. The older half is dropped when they take more than `memory_mb`."""
+    """The latest passes of one engine, in parts. The oldest part is dropped when all take `memory_mb`."""
 
     def __init__(self, memory_mb: int) -> None:
         super().__init__(0)
-        self._bytes = memory_mb << 20
+        self._bytes = min(_PART_BYTES, memory_mb << 19)
+        self._most_parts = (memory_mb << 20) // self._bytes
 
-    def _is_full(self) -> bool:
-        size = len(self._begins) * _PASS_BYTES + len(self._requests) * _SERVED_BYTES
-        if size + len(self._positions) * _REQUEST_BYTES > self._bytes:
-            self._drop(len(self._begins) // 2)
-        return False
+    def _room(self, begin_ns: int) -> _Part:
+        last = self._parts[-1]
+        size = len(last.begins) * _PASS_BYTES + len(last.requests) * _SERVED_BYTES
+        if size + len(last.positions) * _REQUEST_BYTES <= self._bytes:
+            return last
+        now = read_anchor()
+        opened_ns = now.wall_ns - now.mono_ns + begin_ns
+        part = _Part(msgspec.structs.replace(now, wall_ns=opened_ns, mono_ns=begin_ns))
+        kept = self._parts[1 - self._most_parts :]
+        part.positions.earlier = [one.callers for one in reversed(kept)]
+        last.positions.earlier = ()  # it would hold the dropped parts in memory
+        part.versions = [(0, version) for _, version in last.versions[-1:]]
+        part.updates = [(0, count) for _, count in last.updates[-1:]]
+        # What came while the pass ran is in `last`, and is needed after `last` is dropped.
+        for request, at_ns in takewhile(lambda one: one[1] >= begin_ns, reversed(last.arrived.items())):
+            part.arrived[request] = at_ns
+            part.positions[request]
+        part.weights = [one for one in last.weights if one[0] >= begin_ns]
+        last.weights = [one for one in last.weights if one[0] < begin_ns]
+        self._parts = (*kept, part)
+        return part
 
-    def _drop(self, first: int) -> None:
-        """Drop the passes before `first`, and the requests that came before it and are served no more."""
-        rows = sum(self._counts[:first])
-        for column in (self._begins, self._ends, self._kinds, self._kv_use):
-            del column[:first]
-        for column in (self._counts, self._running, self._waiting):
-            del column[:first]
-        self._preempted = [
-            (number - first, request) for number, request in self._preempted if number >= first
-        ]
-        later = [(number - first, version) for number, version in self._versions if number > first]
-        before = [version for number, version in self._versions if number <= first]
-        self._versions = [*((0, version) for version in before[-1:]), *later]
-        since_ns = self._begins[0] if self._begins else time.monotonic_ns()
-        self._weights = [one for one in self._weights if one[0] >= since_ns]
-        ids = list(self._positions)
-        served = [ids[position] for position in self._requests[rows:]]
-        self._arrived = {one: at_ns for one, at_ns in self._arrived.items() if at_ns >= since_ns}
-        lost = [request for _, request in self._preempted]
-        self._positions, self._last_ids = _Positions(), []
-        self._requests = array("l", map(self._positions.__getitem__, served))
-        for request in (*self._arrived, *lost):
-            self._positions[request]
-        self._callers = {one: name for one, name in self._callers.items() if one in self._positions}
-        del self._tokens[:rows], self._outputs[:rows]
-        opened = read_anchor()  # the clocks as they are now, at the time from which all passes are there
-        self._opened = msgspec.structs.replace(
-            opened, wall_ns=opened.wall_ns - opened.mono_ns + since_ns, mono_ns=since_ns
-        )
+
+def _merged(parts: Iterable[dict[str, T]]) -> dict[str, T]:
+    merged: dict[str, T] = {}
+    for part in parts:
+        merged.update(part)
+    return merged
+
+
+def _at_ends(
+    changes: Sequence[tuple[int, T]], before: T, known: int, rows: Sequence[int], served: Sequence[int]
+) -> tuple[list[T], list[T]]:
+    """Return the values at the first and at the last pass of each request.
+
+    Args:
+        changes: (number of passes before it, new value), in order.
+        before: The value before the first change.
+        known: Number of requests.
+        rows: Number of rows of `served` before each pass, and of all.
+    """
+    begun: dict[int, T] = {}
+    ended = [before] * known
+    bounds = [(0, before), *((rows[first], value) for first, value in changes), (rows[-1], before)]
+    for (first, value), (last, _) in pairwise(bounds):
+        for request in set(served[first:last]):
+            begun.setdefault(request, value)
+            ended[request] = value
+    return [begun.get(request, before) for request in range(known)], ended
 
 
 def between(file: PassFile, start_ns: int, end_ns: int) -> PassFile:
