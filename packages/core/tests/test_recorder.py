@@ -800,6 +800,18 @@ def test_counters_between_captures_are_written_with_the_step(
         assert share / 2 < mean < 2 * share  # on a busy machine, samples are not equally far apart
 
 
+def test_a_step_that_is_written_at_once_has_samples_up_to_its_end(tmp_path: Path) -> None:
+    """The next sample would come within a second. Until then nobody knows whether a thread lacked a core."""
+    config = config_in(tmp_path, recorder={"triggers": []})
+    steps_of(config, {}, 2)
+    recorder = standing.standing()
+    assert recorder is not None
+    assert recorder.write_last(1) == [1]
+    timeline = load_step(drained(tmp_path).step(1).root)
+    (cpu,) = [counter for counter in timeline.counters if counter.name == "process CPU"]
+    assert cpu.times_ns[-1] >= timeline.window.end_ns
+
+
 def test_counters_are_off_where_the_configuration_says_so(tmp_path: Path) -> None:
     steps_of(config_in(tmp_path, counters={"hz": 0}), {}, 1)
     recorder = standing.standing()

@@ -437,6 +437,18 @@ def test_a_stage_that_no_step_near_has_is_the_cause_and_one_beside_the_path_is_n
     assert report.unexplained_ns == 0
 
 
+def test_a_workers_stage_without_anything_to_compare_with_is_named_as_such(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = folder.process("trainer", owner=True), folder.process("actor", 0)
+    driver.span("generate", 0, 10 * MS, role="rollout")
+    actor.span("update", 10 * MS, 1000 * MS)
+    close(folder, 1000 * MS)
+    lines(folder, 200, {"rollout/generate": 0.01})
+    cause = cause_of(folder)
+    assert (cause.kind, cause.stage, cause.ns) == ("unexplained", "update", 800 * MS)
+    assert "no step near tells" in cause.sentence
+
+
 def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)

@@ -85,6 +85,8 @@ class Suspect(NamedTuple):
     """Stretches in which a rank that was late in no call was in none."""
     because: str = ""
     """Words for the thing that held the process meanwhile, or empty."""
+    on_path: bool = False
+    """True if `took_ns` and `usual_ns` are times on the critical path: no call was longer than usual."""
 
 
 class StepPath(NamedTuple):

@@ -157,7 +157,10 @@ def explain(
         found = [one for one in found if one.kind in _SURE or one.kind in _NOT_OF_CORES]
     elif unexplained_ns * 2 > excess_ns:
         gap = _longest_gap(path, unexplained_ns // 2)
-        found.append(Suspect("unexplained", unexplained_ns, unexplained_ns, because=gap))
+        label, took_ns = (None, None) if near or gap else _longest_unknown(path, unexplained_ns // 2)
+        found.append(
+            Suspect("unexplained", unexplained_ns, unexplained_ns, label, took_ns=took_ns, because=gap)
+        )
     grows = {one.label for one in grown}
     ordered = ranked(found)
     if near:  # what is as long in its neighbours does not explain why this one is longer
@@ -169,6 +172,17 @@ def explain(
         ordered.remove(lacked)
         ordered.insert(0, lacked)
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int | None]:
+    """Return the stage that takes most of the critical path, and that time, if no line of the recorder tells
+    its usual time: it is in no top span of the owner. Else two None.
+    """
+    times, known = near_step(path).path_ns, top_stages(path.graph.timeline)
+    label = max(times, key=lambda label: times[label], default=None)
+    if label is None or times[label] < least_ns or "/".join(label) in known:
+        return None, None
+    return label, times[label]
 
 
 def _longest_gap(path: StepPath, least_ns: int) -> str:
@@ -307,6 +321,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             call.turn,
             (f"{duration(ns)} of the critical path, {duration(usual_ns)} in step {steps}",),
             nodes=tuple(on_path) or (node,),
+            on_path=not longer,
         )
 
 
@@ -482,6 +497,9 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
     if suspect.kind == "preemption" and suspect.process is not None:
         name = timeline.processes[suspect.process].name
         return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
+    if suspect.kind == "unexplained" and suspect.label is not None:
+        took, what = duration(suspect.took_ns), " ".join(suspect.label)
+        return f"{what} took {took} of it, and no step near tells how long it takes otherwise"
     if suspect.kind == "unexplained":
         where = f": {suspect.because}" if suspect.because else ""
         return f"no recorded stage explains {duration(suspect.ns)} of it{where}"
@@ -497,7 +515,9 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
     usual = duration(suspect.usual_ns)
     beside = f"{usual} {suspect.beside}" if suspect.beside.startswith("in ") else f"{suspect.beside}: {usual}"
     because = f": {suspect.because}" if suspect.because else ""
-    return f"{what} took {duration(suspect.took_ns)} ({beside}){where}{because}{_waited(suspect)}"
+    took = duration(suspect.took_ns)
+    says = f"the step waited {took} for {what}" if suspect.on_path else f"{what} took {took}"
+    return f"{says} ({beside}){where}{because}{_waited(suspect)}"
 
 
 def _what(timeline: Timeline, suspect: Suspect) -> str:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from queue import Empty, SimpleQueue
-from time import monotonic_ns, thread_time_ns
+from time import monotonic_ns, sleep, thread_time_ns
 from typing import NamedTuple, TypeAlias
 
 from stepscope._recording.process import failures, fork
@@ -98,6 +98,8 @@ class Sampler:
         """Time between two ticks; 0 before `start`."""
         # No Event: the handler of a signal that comes within its `set` could not call that again.
         self._wake = SimpleQueue[None]()
+        self._is_asked = False
+        """True if the next sample is to be taken at once."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -146,6 +148,16 @@ class Sampler:
         """Let the thread take a last sample and end, without waiting for it."""
         self._stopping = True
         self._wake.put(None)
+
+    def catch_up(self, at_ns: int, timeout_s: float = 0.2) -> None:
+        """Take a sample now if the last one is from before `at_ns`, and wait for it, at most `timeout_s`."""
+        until = monotonic_ns() + timeout_s * 1e9
+        while self._period_ns and (not self._ticks or self._ticks[-1].at_ns < at_ns):
+            if self.is_over or self._stopping or monotonic_ns() > until:
+                return
+            self._is_asked = True
+            self._wake.put(None)
+            sleep(0.01)
 
     def between(self, start_ns: int, end_ns: int) -> list[Tick]:
         """Return the kept ticks after `start_ns` and up to `end_ns`, in order (CLOCK_MONOTONIC)."""
@@ -212,8 +224,8 @@ class Sampler:
                 self._wake.get(timeout=left_ns / 1e9)
             except Empty:
                 return
-            if self._open_added():
-                return  # their first values are of now
+            if self._open_added() or self._is_asked:
+                return  # the first values of new sources are of now
 
     def _open_sources(self) -> None:
         self._due_ns.clear()
@@ -248,6 +260,7 @@ class Sampler:
 
     def _tick(self) -> None:
         self._open_added()
+        self._is_asked = False
         at_ns, values = monotonic_ns(), dict[int, float]()
         for source in tuple(self._sources):
             if self._is_due(source, at_ns):

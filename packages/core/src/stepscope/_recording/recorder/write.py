@@ -376,6 +376,8 @@ class StepWriter:
             )
             manifest_part.expect(outcome)
         if self._sampler is not None:
+            if not window.running:
+                self._sampler.catch_up(window.closed.mono_ns)
             self._write_counters(
                 layout.counters_of(process, run_id, number), self._sampler, window, manifest_part
             )
