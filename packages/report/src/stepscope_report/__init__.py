@@ -4,7 +4,7 @@
 for.
 
 From a trace to a number on the page: `timeline.step.trace_files` finds the files, and
-`timeline.activity.content_reader` reads each into a `TraceContent`. There `Reading._kernel` adds a kernel's
+`timeline.activity.content_reader` reads each into a `TraceContent`. There `Reading._kernels` adds a kernel's
 time to its name and to its device. `sections.operators` adds the files up (`operator_times`, `device_usage`)
 and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and `Pages` in `cli.report` writes the
 page. The other sections begin at the timeline's spans.

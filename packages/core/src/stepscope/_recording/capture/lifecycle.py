@@ -7,8 +7,8 @@ exception (a Ctrl-C, an alarm) interrupts the caller during an opening, the open
 exception is raised; during a closing, the closing is completed first.
 
 A closing, in order. On the caller's thread: `Session.leave` reads the clock at the step's end;
-`Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`), then stops this process'
-profiler and switches recording off (`Session.end`). On the private loop, while the caller waits:
+`Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`), then switches
+recording off and stops this process' profiler (`Session.end`). On the private loop, while the caller waits:
 `CaptureWork._close` writes the spans and counters (`Session._write`), awaits workers and engines, writes the
 manifest (`conclusion.conclude`) and frees the process. The caller's code then goes on (`Session.hand_back`).
 After that, on the exporter's thread (`output.Exporter`): traces and their sidecars, hooks, and the manifest

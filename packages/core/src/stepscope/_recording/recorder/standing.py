@@ -34,7 +34,7 @@ class Watch:
         self._read: set[str] = set()
         """Names of orders that were obeyed, or that are older than this process."""
         self._progress: tuple[int, int] = (0, 0)
-        """Number of the last span, and number of running spans, at the last look."""
+        """Number of the last span, and that of the running step (-1 for none), at the last look."""
         self._still_since = time.monotonic()
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()

@@ -41,7 +41,7 @@ class SpanSink(Protocol):
     opened: Callable[[Span], None]
     """Called by a span when it opens."""
     taken: dict[Span, int]
-    """{span of another log: its number in this one's file}: the spans that ran when this log began."""
+    """{span: number in this log's file} of the spans of another log that ran when this log began."""
 
 
 threads: deque[int] = deque(maxlen=64)

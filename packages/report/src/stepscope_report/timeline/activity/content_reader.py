@@ -90,7 +90,7 @@ _ROLES = {
     **dict.fromkeys(DEVICE, _WORKS),
     **dict.fromkeys(_RUNTIME, _CALLS),
 }
-"""What an event is, by its category."""
+"""{category: what is done with an event}."""
 _FARTHEST_US = 4e15
 """Largest plausible time or duration: the year 2096, for traces that count from 1970."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
