@@ -39,7 +39,7 @@ from stepscope_report.timeline.activity.content import (
     TraceContent,
     Work,
 )
-from stepscope_report.timeline.activity.device_idle import Host, by_cause, in_steps, stream_number
+from stepscope_report.timeline.activity.device_idle import GC, Host, by_cause, in_steps, stream_number
 from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches, Links
 from stepscope_report.timeline.activity.doubts import Stream as DeviceStream
 from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
@@ -83,12 +83,13 @@ _BESIDE = 0.002
 """Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
-_OTHER, _OPERATES, _WORKS, _CALLS = range(4)
+_OTHER, _OPERATES, _WORKS, _CALLS, _STACKED = range(5)
 _ROLES = {
-    **dict.fromkeys((*_ANNOTATIONS, *_FRAMES, *_SYNCS, "Trace"), _OTHER),
+    **dict.fromkeys((*_ANNOTATIONS, *_SYNCS, "Trace"), _OTHER),
     **dict.fromkeys(_OPERATORS, _OPERATES),
     **dict.fromkeys(DEVICE, _WORKS),
     **dict.fromkeys(_RUNTIME, _CALLS),
+    **dict.fromkeys(_FRAMES, _STACKED),
 }
 """{category: what is done with an event}."""
 _FARTHEST_US = 4e15
@@ -382,6 +383,8 @@ class Reading:
         self._thread: Thread | None = None
         self._nesting = Nesting()
         self._tracks: dict[tuple[int | str, int | str, int], _Track] = {}
+        self._known_frames: dict[str, int] = {}
+        """Numbers of the functions that are no garbage collection and no module."""
         self._known: dict[str, tuple[int, Operator, bool]] = {}
         """{name of an operator without shapes: (its number, the operator, whether the backward runs it)}"""
 
@@ -470,7 +473,6 @@ class Reading:
         # As an attribute, these methods would keep this object until the next garbage collection.
         handler_of: Callable[[str], Callable[[Complete], None] | None] = {
             **dict.fromkeys(_ANNOTATIONS, self._annotation),
-            **dict.fromkeys(_FRAMES, self._frame),
             **dict.fromkeys(_SYNCS, self._wait),
             "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
         }.get
@@ -482,8 +484,9 @@ class Reading:
         nesting = self._nesting
         still, (add_start, add_end, add_name) = nesting.open, Slices().adders()
         pid: Any = None
-        tid = caller_pid = caller_tid = pid
-        known_of, role_of = self._known.get, _ROLES.get
+        tid = caller_pid = caller_tid = frame_pid = frame_tid = pid
+        add_begin, add_until, add_frame = Slices().adders()
+        known_of, frame_of, role_of = self._known.get, self._known_frames.get, _ROLES.get
         cover = self.operators_ran.add
         first, last = self._near
         event: Any  # a check of the class of each event would take a tenth of the time
@@ -507,6 +510,19 @@ class Reading:
                         caller = self._host.thread((caller_pid, caller_tid))
                     calls.append(event)
                     callers.append(caller)
+                elif role == _STACKED:
+                    framed = frame_of(event.name)
+                    if framed is None:
+                        self._frame(event)
+                        continue
+                    if event.tid != frame_tid or event.pid != frame_pid:
+                        frame_pid, frame_tid = event.pid, event.tid
+                        add_begin, add_until, add_frame = self._host.frames_of(
+                            (frame_pid, frame_tid)
+                        ).adders()
+                    add_begin(start)
+                    add_until(end)
+                    add_frame(framed)
                 elif role == _OTHER:
                     handler = handler_of(event.cat)
                     if handler is not None:
@@ -627,6 +643,8 @@ class Reading:
         self._host.frame(event.name, event.ts, event.dur, thread)
         if event.name.startswith(MODULE):
             self._labels.add(event.name.removeprefix(MODULE), event.ts, event.dur, thread)
+        elif event.name != GC:
+            self._known_frames[event.name] = self._host.names.number(event.name)
 
     def _open(self, event: Complete, key: str) -> None:
         start, thread = event.ts, (event.pid, event.tid)

@@ -187,6 +187,9 @@ class Host:
             for end in self.devices[device].running(start, stream)
         )
 
+    def frames_of(self, thread: tuple[int | str, int | str]) -> Slices:
+        return self.frames[self.thread(thread)]
+
     def operators_of(self, thread: tuple[int | str, int | str]) -> Slices:
         return self._operators[self.thread(thread)]
 
