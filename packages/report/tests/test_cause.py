@@ -22,7 +22,7 @@ from packages.report.tests.test_critical_path import span, step
 from packages.report.tests.traces import add_trace, event
 from stepscope.files.counters import CounterScope
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Hardware
+from stepscope.files.manifest.records import Absent, Hardware
 from stepscope.files.recorder import StepLine
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import AttrValue
@@ -206,6 +206,30 @@ def test_a_slow_rank_is_compared_with_the_others(tmp_path: Path, times_ms: list[
     assert cause.process is not None
     assert (cause.kind, cause.process.rank, cause.stage) == ("slow-rank", slowest, "update")
     assert cause.ns == saves_ms * MS
+
+
+def test_no_rank_is_slow_beside_one_that_died(tmp_path: Path) -> None:
+    """The dead rank lives at least until its last sample, and the step ends with its death."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actors = [folder.process("actor", rank) for rank in range(2)]
+    for rank, actor in enumerate(actors):
+        driver.measures(actor, 0)
+        actor.span("update_actor", 15 * MS, None if rank else 3000 * MS)
+    actors[1].counter("process CPU", {at * MS: 50.0 for at in range(0, 1000, 100)})
+    dead = Absent(name="actor[1]", state="missing", reason="actor died: OOM", process=actors[1].info.key)
+    driver.absent.append(dead)
+    driver.close(1600 * MS)
+    actors[0].close(3010 * MS)
+    report = reported(folder)
+    assert report.cause is None
+    assert not [advice for advice in report.advice if advice.rule == "straggler"]
+    (killed,) = report.health.open_spans
+    assert (killed.process, killed.wall_ns) == ("actor 1", 885 * MS)
+    first = "actor 1 died in actor update_actor; 1.60 s"
+    assert f": {first} (" in printed(report, 200).splitlines()[0]
+    assert f": {first}" in brief_text(step_brief(report))
+    assert f">{first}" in render_step(load_step(folder.write()), report)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from stepscope_report.sections.engines import PHASES, Engine, engine_times, shar
 from stepscope_report.sections.health import (
     say_again,
     say_complete,
+    say_deaths,
     say_ended,
     say_incomplete,
     say_others,
@@ -87,6 +88,7 @@ def step_brief(
         left_out: {id of another run in the folder: its steps that are left out}.
     """
     took = duration(report.breakdown.window_ns) if report.cause is None else report.cause.sentence
+    took = "; ".join(filter(None, (say_deaths(report.health), took)))
     title = f"{report.name}, {moment(report.opened_ns)}: {took}"
     first = Part(title, tuple(_head(report, others)) + _elsewhere(report, left_out))
     last = (

@@ -193,10 +193,23 @@ class _Lineup:
             nodes[self._labels[node]][span.process].append(node)
             if span.end_ns is None and self._timeline.processes[span.process].name in cut:
                 broken.add(self._labels[node])
-        return {
+        works = {
             label: {process: self._work(own) for process, own in by_process.items()}
             for label, by_process in nodes.items()
             if label not in broken and not _is_cut(self._timeline, by_process, cut)
+        }
+        return {label: self._without_dead(by_process) for label, by_process in works.items()}
+
+    def _without_dead(self, by_process: dict[int, Work]) -> dict[int, Work]:
+        """Return the calls of a stage without those of processes that never closed their capture.
+
+        These worked for longer than was seen, so that no other is slow beside them. The longest of all stays.
+        """
+        most_ns = max(work.own_ns for work in by_process.values())
+        return {
+            process: work
+            for process, work in by_process.items()
+            if self._timeline.processes[process].closed_ns is not None or work.own_ns == most_ns
         }
 
     def _work(self, nodes: list[int]) -> Work:

@@ -50,6 +50,7 @@ from stepscope_report.sections.breakdown import (
 )
 from stepscope_report.sections.health import (
     say_again,
+    say_deaths,
     say_ended,
     say_incomplete,
     say_other_runs,
@@ -233,8 +234,9 @@ def _head(report: StepReport) -> Text:
         took = f"{duration(window_ns)} ({with_capture})"
     if report.health.recorder is not None or report.tracer:
         took = duration(window_ns) if report.cause is None else report.cause.sentence
-    lines = [plain(f"{report.name}, {moment(report.opened_ns)}: {took}")]
     health, baseline = report.health, report.baseline
+    took = "; ".join(filter(None, (say_deaths(health), took)))
+    lines = [plain(f"{report.name}, {moment(report.opened_ns)}: {took}")]
     lines += [say_recorder(health), say_ended(health), plain(say_incomplete(health)), say_again(health)]
     lines += [] if report.tracer else [say_usual(baseline), say_beside(baseline)]
     lines.append(plain(say_other_runs(report)))

@@ -17,6 +17,7 @@ from stepscope_report.sections.breakdown import draw_when
 from stepscope_report.sections.health import (
     Health,
     say_again,
+    say_deaths,
     say_ended,
     say_incomplete,
     say_other_runs,
@@ -112,7 +113,7 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
         "header",
         tag("h1", title),
         tag("p", f"{run}{moment(report.opened_ns)}", class_="note"),
-        tag("p", _headline(report), class_="headline"),
+        tag("p", "; ".join(filter(None, (say_deaths(report.health), _headline(report)))), class_="headline"),
         tag("p", *_facts(timeline, report), class_="facts"),
         *_ended(report.health),
         *([tag("p", ". ".join(filter(None, usual)) + ".", class_="note")] if usual else []),

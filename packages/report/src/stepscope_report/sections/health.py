@@ -1,4 +1,7 @@
-"""Reasons to doubt a report: missing, dropped, open or broken data, unsure clocks, the recording's cost."""
+"""Reasons to doubt a report: missing, dropped, open or broken data, unsure clocks, the recording's cost.
+
+One file above 500 lines: terminal, page and brief say what its fields tell in the same words.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, Recorded, State
+from stepscope.files.manifest.records import (
+    ACTOR_DIED,
+    GONE,
+    OpenedBy,
+    OwnCost,
+    ProcessPart,
+    Recorded,
+    State,
+)
 from stepscope_report.block import Block, Listing, Paragraph, TextTable
 from stepscope_report.formatting import (
     LISTED,
@@ -65,6 +76,8 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     cost: OwnCost | None
     profiled: bool = False
     """True if a profiler recorded the process."""
+    died: bool = False
+    """True if the process is known to have ended before it closed its capture."""
 
 
 class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +259,21 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
     )
 
 
+def _dead(timeline: Timeline) -> frozenset[str]:
+    """Return `ProcessInfo.key` of each process that did not live to close its capture, by its host or Ray."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    dead = {one.process for part in parts for one in part.absent if one.reason.startswith(ACTOR_DIED)}
+    dead |= {
+        part.process.key
+        for part in parts
+        if any((item.reason or "").startswith(GONE) for item in part.expected)
+    }
+    unclosed = (one for one in timeline.processes if one.closed_ns is None)
+    return frozenset(one.info.key for one in unclosed if one.info.key in dead)
+
+
 def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
+    dead = _dead(timeline)
     return tuple(
         ProcessRow(
             name=process.name,
@@ -259,6 +286,7 @@ def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
             clock=process.clock,
             cost=process.cost,
             profiled=process.profiled,
+            died=process.info.key in dead,
         )
         for process in timeline.processes
     )
@@ -399,6 +427,17 @@ def say_recorder(health: Health) -> str:
 def say_again(health: Health) -> str:
     """Return the sentence on a step that was captured more than once. Empty for other steps."""
     return "" if health.captures == 1 else f"Captured {health.captures} times in this run; the last is shown"
+
+
+def say_deaths(health: Health) -> str:
+    """Name up to three processes that died in the step, each with the longest call that it died in. Empty if
+    none died.
+    """
+    dead = [row.name for row in health.processes if row.died]
+    calls = {span.process: f"{span.role} {span.stage}" for span in reversed(health.open_spans)}
+    said = [f"{name} died in {calls.get(name, 'no recorded call')}" for name in dead[:3]]
+    more = [] if len(dead) <= len(said) else [f"{count(len(dead) - len(said), 'process')} more died"]
+    return ", ".join([*said, *more])
 
 
 def say_ended(health: Health) -> str:

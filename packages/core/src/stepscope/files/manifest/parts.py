@@ -16,6 +16,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import (
     AWAITED,
     FORMAT,
+    GONE,
     LATE,
     Absent,
     Expectation,
@@ -155,7 +156,7 @@ def _lost(item: Expectation) -> Expectation:
     if item.state != "pending":
         return item
     reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # nothing is left to write them
-    reason = f"the process is gone: {reason}"
+    reason = f"{GONE}: {reason}"
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 

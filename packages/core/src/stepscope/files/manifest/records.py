@@ -331,6 +331,12 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
 
 
+GONE = "the process is gone"
+"""The begin of the reason for what a process did not leave because it ended before."""
+ACTOR_DIED = "actor died"
+"""The begin of the reason for a worker that Ray knows to be dead."""
+
+
 class Absent(msgspec.Struct, frozen=True, kw_only=True):
     """A worker or replica that took no part in the capture, or ended early."""
 

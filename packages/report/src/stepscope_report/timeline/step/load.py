@@ -288,6 +288,8 @@ def process_of(
     closed_ns = None if source.closed is None else place(source.closed.mono_ns)
     opened_ns = place(source.opened.mono_ns)
     latest_ns = opened_ns if file is None or file.latest_ns is None else place(file.latest_ns)
+    if closed_ns is None and source.counters is not None and source.counters.samples:
+        latest_ns = max(latest_ns, place(source.counters.samples[-1].at_ns))
     return Process(
         name=name,
         info=source.info,
