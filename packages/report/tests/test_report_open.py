@@ -12,7 +12,7 @@ import pytest
 import stepscope_report
 from packages.report.tests.pictures import rl_step
 from packages.report.tests.test_cli import a_run
-from packages.report.tests.traces import add_trace, kernel, op, write_trace
+from packages.report.tests.traces import kernel, op, write_trace
 from stepscope.errors import RecordError, StepscopeError
 from stepscope_report import OpenRun, OpenTraces, stage_times
 from stepscope_report.timeline import load_step
@@ -117,24 +117,7 @@ def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
         stepscope_report.open(tmp_path / "absent")
 
 
-# The report from Python: what the page shows, and data frames.
-
-
-PAGE = Path(__file__).parents[3] / "docs" / "report.md"
-
-
-def test_the_example_in_the_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (example,) = (text for text in blocks if "idle_times" in text)
-    folder = rl_step(tmp_path / "outputs" / "profile")
-    add_trace(folder, folder.processes[2], [op("aten::mm", 600_000, 50)])
-    folder.write()
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, str(PAGE), "exec"), {})
-    printed = capsys.readouterr().out
-    assert "actor 0 100000000 900000000 rollout" in printed
+# Tables as data frames.
 
 
 @pytest.mark.parametrize("library", ["polars", "pandas"])

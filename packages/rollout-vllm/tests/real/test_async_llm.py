@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -174,6 +175,7 @@ def test_an_engine_without_statistics_has_no_counters_of_another_one(
             quiet.run(generate(quiet.engine, 6))
     finally:
         quiet.close()
+        gc.collect()  # else later captures of all engines find it, and it is dead
     counters = step_report(load_step(run_folder / "step_000008")).counters
     assert counters is not None
     rows = {(row.of, row.name): row.increase for row in counters.rows}
