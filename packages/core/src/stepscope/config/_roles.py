@@ -33,7 +33,11 @@ def parse_ranks(value: object, field: str) -> Ranks:
     if isinstance(value, str) and value in ("all", "first"):
         return "all" if value == "all" else "first"
     items = items_of(value)
-    ranks = tuple(rank for item in ([value] if items is None else items) for rank in _ranks(item, field))
+    ranks, mistakes = tuple[int, ...](), Mistakes()
+    for item in [value] if items is None else items:
+        with mistakes.noted():
+            ranks += tuple(_ranks(item, field))
+    mistakes.raise_any()
     if not ranks:
         fix = "an empty list selects nothing; write ranks: all or first, or profiler: off for spans alone"
         raise ConfigError(field, value, _RANKS, fix)

@@ -9,7 +9,7 @@ from typing import SupportsIndex, TypeAlias
 
 import msgspec
 
-from stepscope.config._fields import items_of
+from stepscope.config._fields import Mistakes, items_of
 from stepscope.errors import ConfigError
 
 SPELLINGS = '3, "3-7" (7 too), "8-" (8 and all above), "10:50:10" (50 is not in it) or "every:50"'
@@ -110,7 +110,12 @@ StepSpec: TypeAlias = SupportsIndex | str | StepRange
 
 def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
     """Return steps in any of their spellings as ranges, in written order. A step may be in several ranges."""
-    return tuple(dict.fromkeys(_parse(item, field) for item in _items(value, field)))
+    ranges, mistakes = list[StepRange](), Mistakes()
+    for item in _items(value, field):
+        with mistakes.noted():
+            ranges.append(_parse(item, field))
+    mistakes.raise_any()
+    return tuple(dict.fromkeys(ranges))
 
 
 def _items(value: object, field: str) -> list[object]:
