@@ -89,6 +89,25 @@ def test_its_exit_code_and_its_json_agree(command: Command, tmp_path: Path) -> N
     assert "mode is 'sometimes'" in row["found"]
 
 
+def test_a_wrong_setting_does_not_hide_that_the_save_path_of_the_file_is_wrong_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(f"steps: [a]\nsave_path: {tmp_path}/file/out\n")
+
+    def row_of(file: Path) -> tuple[str, bool]:
+        (row,) = [row for row in examine.examine(file) if row.subject == "save_path"]
+        return row.state, str(tmp_path) in row.found
+
+    assert row_of(wrong) == ("red", True)
+    monkeypatch.setenv("STEPSCOPE_SAVE_PATH", str(tmp_path / "out"))
+    assert row_of(wrong) == ("green", True)
+    wrong.write_text("save_path: 7\n")
+    monkeypatch.delenv("STEPSCOPE_SAVE_PATH")
+    assert row_of(wrong) == ("amber", False)
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_the_screen_shows_each_fix_below_its_finding(command: Command, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"

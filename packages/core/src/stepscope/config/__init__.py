@@ -13,7 +13,7 @@ from stepscope.config._checks import (
 )
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
-from stepscope.config._profile import Mode, ProfileConfig, Settings, resolve
+from stepscope.config._profile import Mode, ProfileConfig, Settings, folder_of, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
     Activity,
@@ -66,6 +66,7 @@ __all__ = [
     "check_save_path",
     "check_tool",
     "closest",
+    "folder_of",
     "parse_ranges",
     "parse_steps",
     "resolve",

@@ -275,6 +275,22 @@ def resolve(
     return build(ProfileConfig, overlay(layer, python), "")
 
 
+def folder_of(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> ProfileConfig | None:
+    """Return the defaults with the `save_path` of a configuration of which other settings may be wrong. None
+    if its `save_path` is wrong, or the file cannot be read.
+    """
+    from stepscope.config._yaml import load
+
+    file = file or environ.get("STEPSCOPE_CONFIG")
+    try:
+        given = dict(load(file, "the configuration file")) if file else {}
+        if "STEPSCOPE_SAVE_PATH" in environ:
+            given["save_path"] = environ["STEPSCOPE_SAVE_PATH"]
+        return build(ProfileConfig, {key: given[key] for key in ("save_path",) if key in given}, "")
+    except ConfigError:
+        return None
+
+
 def _given_layer(source: object) -> Mapping[str, object]:
     if isinstance(source, Mapping):
         refuse_verl(source, "configure(source)")

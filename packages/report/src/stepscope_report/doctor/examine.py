@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from stepscope.config import INSTALL_TORCH_NPU, ProfileConfig, check_finish, check_tool, resolve
+from stepscope.config import INSTALL_TORCH_NPU, ProfileConfig, check_finish, check_tool, folder_of, resolve
 from stepscope.engines.protocol import EngineFactory
 from stepscope.engines.supported import Supported, numbers, stated_in
 from stepscope.errors import ConfigError
@@ -199,8 +199,9 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _check("packages", machine.damaged_packages)
     config = _configuration(config_file)
     yield from _check("configuration", partial(machine.configuration, config))
-    usable = config if isinstance(config, ProfileConfig) else ProfileConfig()
+    usable = config if isinstance(config, ProfileConfig) else folder_of(config_file, os.environ)
     yield from _check("save_path", partial(machine.save_path, usable))
+    usable = usable or ProfileConfig()
     yield from _check(machine.SHARED_MEMORY, machine.shared_memory)
     yield from _check("torch", partial(libraries.torch, os.environ))
     yield from _check("variables", partial(libraries.recorded_from_outside, os.environ))

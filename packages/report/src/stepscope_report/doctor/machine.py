@@ -184,8 +184,12 @@ def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
         yield amber("configuration", "valid; steps selects nothing", fix)
 
 
-def save_path(config: ProfileConfig) -> Row:
-    """Return a row on the run's folder: whether it can be written, and its free space."""
+def save_path(config: ProfileConfig | None) -> Row:
+    """Return a row on the run's folder: whether it can be written, and its free space. `config` is None if
+    the configuration does not say which folder that is.
+    """
+    if config is None:
+        return amber("save_path", "not checked: the configuration is wrong", "correct it: see above")
     try:
         check_save_path(config, on_ray=False)
     except ConfigError as error:
