@@ -81,7 +81,7 @@ def test_a_mistyped_role_is_missing(
 ) -> None:
     result = captured(config_of(tmp_path, actr={"ranks": "all"}, **{"*": {"ranks": "first"}}), workers={})
     assert item(result, "roles.actr").state == "missing"
-    assert str(item(result, "roles.actr").reason) in caplog.text
+    assert caplog.text.count("roles.actr matched") == 1
     with pytest.raises(MissingArtifactsError, match="mean 'actor'"):
         result.raise_for_missing()
     assert codes(tmp_path, capsys) == (3, False)
@@ -89,10 +89,22 @@ def test_a_mistyped_role_is_missing(
 
 @pytest.mark.usefixtures("backend")
 def test_a_role_that_asks_for_spans_alone_may_be_absent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     captured(config_of(tmp_path, rollout={"profiler": "off"}, **{"*": {"ranks": "first"}}), workers={})
     assert codes(tmp_path, capsys) == (0, True)
+    assert "roles." not in caplog.text
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_mistyped_role_is_told_once_even_if_it_asks_for_spans_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, aktor={"profiler": "off"}, **{"*": {"ranks": "first"}})
+    prepare(config=config, workers={})
+    captured(config, workers={})
+    assert caplog.text.count("roles.aktor matched nothing") == 1
+    assert "Did you mean 'actor'" in caplog.text
 
 
 @pytest.mark.usefixtures("backend", "two_ranks")

@@ -83,10 +83,13 @@ def enter_unmatched(
     profiler ran.
     """
     roles = {role for part in parts for role in (part.process.role, *part.roles)}
-    unmatched = unmatched_roles(config.roles, roles | {"rollout"} if engines else roles, "in this capture")
-    for pattern, reason in unmatched.items():
-        failures.warn_once(reason)
-        manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
+    known = roles | {"rollout"} if engines else roles
+    unmatched = False
+    for pattern, reason in unmatched_roles(config.roles, known, "in this capture").items():
+        failures.warn_once(reason, about=f"roles.{pattern}")
+        if config.roles[pattern].profiler:
+            unmatched = True
+            manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
     # A rank that `ranks` leaves out says nothing of the others, of which there may be no parts.
     by_rank = any(_is_left_out(config, part) for part in parts)
     why_none = None if unmatched or by_rank else no_profiler(config, parts)
@@ -112,8 +115,10 @@ def tell_missed(parts: Iterable[ProcessPart]) -> None:
 
 
 def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], where: str) -> dict[str, str]:
-    """Return {pattern: message} for patterns of the configuration that match none of the roles. Default
-    patterns, and patterns that ask for spans alone, are left out.
+    """Return {pattern: message} for patterns of the configuration that match none of the roles.
+
+    Default patterns are left out, and patterns that ask for spans alone and resemble no role: a run without
+    that role lacks nothing.
 
     Args:
         where: Words that follow "roles" in the message: `in this capture`.
@@ -123,8 +128,10 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
     roles = sorted(set(roles))
     unmatched = {}
     for pattern, settings in patterns.items():
-        if pattern.strip("*") and settings.profiler and not any(fnmatchcase(role, pattern) for role in roles):
-            near = closest(pattern, roles)
+        if not pattern.strip("*") or any(fnmatchcase(role, pattern) for role in roles):
+            continue
+        near = closest(pattern, roles)
+        if settings.profiler or near:
             unmatched[pattern] = f"roles.{pattern} matched nothing; roles {where}: {', '.join(roles)}." + (
                 f" Did you mean {near!r}?" if near else ""
             )

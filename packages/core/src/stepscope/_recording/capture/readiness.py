@@ -87,8 +87,8 @@ async def make_ready(
             *wrapping.declared_roles,
         }
         roles |= {"rollout"} if participants.profilers else set()
-        for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
-            failures.warn_once(reason)
+        for pattern, reason in omissions.unmatched_roles(config.roles, roles, "known before the run").items():
+            failures.warn_once(reason, about=f"roles.{pattern}")
 
 
 async def _this_process(request: PrepareRequest, alone: PrepareAnswer | None) -> PrepareAnswer:

@@ -11,6 +11,7 @@ import msgspec
 
 from stepscope._recording import output
 from stepscope._recording.after import hooks, pipeline
+from stepscope._recording.process import failures
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
@@ -45,11 +46,15 @@ def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
     including stops that went past their deadline.
 
     Ranks that open captures of their own report their own problems. The last one to close also reports those
-    of dead ranks.
+    of dead ranks. What `warn_once` has logged is left out.
     """
     is_last = not is_open_elsewhere(manifest.processes, process)
     own = [
-        part for part in manifest.processes if not is_peer(part, process) or (is_last and part.closed is None)
+        msgspec.structs.replace(
+            part, expected=tuple(item for item in part.expected if not failures.has_warned(item.reason))
+        )
+        for part in manifest.processes
+        if not is_peer(part, process) or (is_last and part.closed is None)
     ]
     return _troubles(msgspec.structs.replace(manifest, processes=tuple(own)))
 

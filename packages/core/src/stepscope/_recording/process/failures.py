@@ -37,11 +37,21 @@ def _logging() -> ModuleType:
     return logging
 
 
-def warn_once(reason: str) -> None:
-    """Log a warning for the user, unless this process has logged the same text before."""
-    if reason not in _warned:
-        _warned.add(reason)
+def warn_once(reason: str, about: str | None = None) -> None:
+    """Log a warning for the user, unless this process has logged the same text before.
+
+    Args:
+        about: Setting that the warning is about. Of several warnings about it, only the first is logged.
+    """
+    is_known = reason in _warned or about in _warned
+    _warned.update(text for text in (reason, about) if text is not None)
+    if not is_known:
         warn("stepscope: %s", reason)
+
+
+def has_warned(reason: str | None) -> bool:
+    """Return whether `warn_once` has been given this text."""
+    return reason in _warned
 
 
 def tell(message: str, *values: object) -> None:
