@@ -35,6 +35,7 @@ from stepscope import (
 )
 from stepscope._recording.capture import on_demand
 from stepscope._recording.process import shutdown
+from stepscope._recording.process.failures import describe
 from stepscope._recording.recorder import standing, steps, write
 from stepscope._recording.recorder.steps import FIRST, RecordedStep
 from stepscope._recording.recorder.write import SPAN_BYTES, Ring
@@ -272,7 +273,7 @@ def test_the_step_after_a_slow_one_is_captured_on_request(tmp_path: Path) -> Non
     assert manifest_of(layout, captured).recorder is None
 
 
-def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path) -> None:
+def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_in(tmp_path)
     steps_of(config, {}, 3)
     with (
@@ -280,14 +281,22 @@ def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path) -> None:
         capture(3, config=config),
         span("update", role="actor"),
     ):
-        raise ValueError("boom")
+        raise ValueError("boom\n\tclass_name: Trainer")
     layout = drained(tmp_path)
+    assert "step 3 is on record (exception: step 3: ValueError: boom): stepscope report" in caplog.text
     assert list(layout.steps()) == [2, 3]
     report = report_of(layout, 3)
     assert report.health.user_error == "ValueError: boom"
     assert [row.error for row in report.health.errors] == ["ValueError: boom"]
-    assert "ValueError: boom" in text_of(report)
+    assert "(exception: step 3: ValueError: boom). " in text_of(report)
+    assert "The step ended with that exception" in text_of(report)
     assert lines_of(layout)[-1].error == "ValueError: boom"
+
+
+def test_a_long_text_of_an_exception_is_cut_between_words() -> None:
+    text = describe(RuntimeError("word " * 99))
+    assert len(text) <= 200
+    assert text.endswith(" word...")
 
 
 def test_a_keyboard_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:
@@ -767,6 +776,23 @@ def test_processes_of_one_run_write_the_same_steps(tmp_path: Path) -> None:
         for program in programs:
             program.kill()
             program.communicate()
+
+
+@pytest.mark.slow
+def test_one_of_the_ranks_that_write_a_step_logs_it(tmp_path: Path) -> None:
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.replace("(60 if", "(no_such_name if"), str(tmp_path), "4"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "STEPSCOPE_RUN_ID": "feed0001"},
+        )
+        for rank in range(2)
+    ]
+    logged = "".join(program.communicate(timeout=60)[1] for program in programs)
+    assert logged.count("NameError: name 'no_such_name' is not defined\n") == 2
+    assert [logged.count(f"step {step} is on record") for step in (2, 3)] == [1, 1]
 
 
 def test_what_was_triggered_is_written_before_the_process_ends(

@@ -418,10 +418,8 @@ def say_recorder(health: Health) -> str:
     if health.recorder is None:
         return ""
     held = f"At that moment: {plain(health.held)}. " if health.held else ""
-    return (
-        f"Written by the flight recorder ({health.recorder.trigger}: {plain(health.recorder.reason)}). {held}"
-        "No profiler ran"
-    )
+    why = f"{health.recorder.trigger}: {plain(health.recorder.reason)}"
+    return f"Written by the flight recorder ({why}). {held}No profiler ran"
 
 
 def say_again(health: Health) -> str:
@@ -447,7 +445,10 @@ def say_ended(health: Health) -> str:
     if health.user_error is None:
         return ""
     what = "capture" if health.recorder is None else "step"
-    return f"The {what} ended with {plain(health.user_error)}: what follows is up to there"
+    error = plain(health.user_error)
+    if health.recorder is not None and plain(health.recorder.reason).endswith(error):
+        error = "that exception"  # `say_recorder` has named it
+    return f"The {what} ended with {error}: what follows is up to there"
 
 
 def say_incomplete(health: Health) -> str:

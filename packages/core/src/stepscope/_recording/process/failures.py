@@ -92,13 +92,27 @@ def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
 def describe(error: BaseException) -> str:
     """Return `ExceptionType: message`, whatever the exception's own `__str__` does.
 
-    The text has at most 200 characters, or 2000 for an error of stepscope's own, which ends with the fix.
+    The text is the first line of the message and has at most 200 characters. An error of stepscope's own,
+    which ends with the fix, may have more lines, and 2000 characters.
     """
     try:
-        text = f"{type(error).__name__}: {error}"
+        message = str(error)
     except ours():
-        text = type(error).__name__
-    return text[: 2000 if isinstance(error, StepscopeError) else 200]
+        return type(error).__name__
+    name = type(error).__name__
+    if isinstance(error, StepscopeError):
+        return _shortened(f"{name}: {message}", 2000)
+    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return _shortened(f"{name}: {first}", 200)
+
+
+def _shortened(text: str, most: int) -> str:
+    """Return the text, cut between words if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    kept = text[: most - 3]
+    whole, _, rest = kept.rpartition(" ")
+    return f"{whole if len(rest) < most // 4 else kept}..."
 
 
 def outcome_of(error: BaseException) -> str | None:

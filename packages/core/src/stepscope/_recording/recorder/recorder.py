@@ -43,7 +43,7 @@ from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
 from stepscope.files.states import ProcessState, RayCall
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.atomic import create_once, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -426,6 +426,9 @@ class Recorder:
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in written:
+            # Ranks that record by themselves write each their part: the first one logs the step.
+            if self.process.rank is not None and not create_once(step.layout.logged(self.run_id)):
+                continue
             failures.tell(
                 "stepscope: step %d is on record (%s: %s): stepscope report %s",
                 step.part.record.step,
