@@ -267,13 +267,14 @@ def billed_ms(report: StepReport) -> dict[str | None, int]:
 
 
 def test_a_step_does_not_wait_for_what_it_does_not_consume(tmp_path: Path) -> None:
-    timeline = with_stragglers(tmp_path)
+    timeline = with_stragglers(tmp_path, named=[*(f"t{number}" for number in range(27)), "ended before"])
     result = step_report(timeline)
     assert billed_ms(result) == {"generate": 300, "update_actor": 900}
     assert [advice.rule for advice in result.advice] == []
     tail = result.long_tail
     assert tail is not None
-    assert (tail.trajectories, tail.open, tail.of_other_steps) == (27, 0, 3)
+    assert (tail.trajectories, tail.open, tail.of_other_steps, tail.consumed_before) == (27, 0, 3, 1)
+    assert "3 that this step does not consume; 1 that it consumes and" in " ".join(tail_sentences(tail))
     assert (tail.held_ns, tail.rollout_ns) == (0, 300 * MS)
     assert max(spread.max.ns for spread in tail.spreads) == 300 * MS
     assert [row.consumed for row in tail.worst] == [True] * 10

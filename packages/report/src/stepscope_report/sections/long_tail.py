@@ -171,6 +171,9 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Consumed trajectories that began before the capture, or None if there is none."""
     consumed: int = 0
     """The number of trajectories that `consume` named in this step."""
+    consumed_before: int = 0
+    """The number of consumed trajectories that have no call in this step: they ended before it, or are lost.
+    """
     profiled: tuple[str, ...] = ()
     """Processes that served trajectories and that a profiler slowed while it did not record others of their
     role. Their trajectories took longer because of that."""
@@ -228,6 +231,7 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         worst=_slowest_of(timeline, _worst(timeline, roots), members, slowed, names),
         late=_late(timeline, roots),
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
+        consumed_before=len((timeline.taken or set()) - members.keys()),
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
         last_profiled=sum((span.trajectory or "") in slowed for span in latest),
         cancelled=len(cancelled),
@@ -564,6 +568,10 @@ def _say_others(tail: LongTail) -> str:
     others = (
         (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
         (tail.of_other_steps, "that this step does not consume"),
+        (
+            tail.consumed_before,
+            "that it consumes and that have no call in it: they ended before it, or are lost",
+        ),
         (tail.cancelled, f"cancelled{_after(tail)}"),
         (tail.open, "never seen to end"),
     )
