@@ -6,7 +6,7 @@ The only writer of `slot.active`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from stepscope._recording.process import fork, shutdown
@@ -97,21 +97,22 @@ def activate(session: Session) -> None:
     collective_calls.watch(session.config.collectives)
     activations += 1
     session.switch_off = deactivate
-    if slot.recorder is not None:
-        session.log.take(_running(slot.recorder))
+    running = () if slot.recorder is None else slot.recorder.log.open_spans()
+    if running:
+        session.log.take(_beside(running))
     slot.active = session
     session.begin()
     if session.ended:  # its watchdog, or another thread, ended it first
         deactivate(session)
 
 
-def _running(recorder: FlightRecorder) -> Iterator[Span]:
-    """Yield the recorder's spans that run now, except those around the capture."""
+def _beside(running: Sequence[Span]) -> Iterator[Span]:
+    """Yield the running spans, except those around the capture."""
     around, scope = set[Scope](), scopes.current.get()
     while scope is not None:
         around.add(scope)
         scope = scope.parent
-    for span in recorder.log.open_spans():
+    for span in running:
         if span not in around:
             yield span
 
@@ -121,8 +122,8 @@ def deactivate(session: Session) -> None:
     if slot.active is session:
         collective_calls.sweep()
         slot.active = recorder = slot.recorder
-        if recorder is not None:
-            recorder.log.take(session.log.open_spans())
+        if recorder is not None and (running := session.log.open_spans()):
+            recorder.log.take(running)
 
 
 def keep(recorder: FlightRecorder | None) -> None:
