@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from stepscope.files.manifest.records import Recorded
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.timeline import load_step
+from stepscope_report.timeline.completeness import why_incomplete
 
 MAIN = Path(__file__).parents[2] / "core" / "tests" / "spmd_main.py"
 MS = 1_000_000
@@ -228,3 +230,14 @@ def test_workers_without_an_end_or_a_clock_are_complete_nowhere(
     apart.process("trainer", owner=True).close(10 * MS)
     apart.process("actor", 0, host="host-b").close(10 * MS)
     says_incomplete(Answers(apart.write(), capsys))
+
+
+def test_death_is_among_the_reasons_for_what_a_worker_did_not_leave(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.began = {"actor_rank0_a_pid17": "actor[0]", "actor_rank1_a_pid18": "actor[1]"}
+    driver.error = "ActorDiedError: The actor died unexpectedly.\n\tclass_name: Trainer\n\tpid: 18\n\tip: ::1"
+    driver.close(10 * MS)
+    unknown, known = why_incomplete(load_step(folder.write()))
+    assert re.match("actor.0.: missing: it began, .* it died", unknown)
+    assert known.startswith("actor[1]: missing: actor died: ")

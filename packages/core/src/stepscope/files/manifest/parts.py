@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import (
+    ACTOR_DIED,
     AWAITED,
     FORMAT,
     GONE,
@@ -68,9 +70,11 @@ def _entered(item: Expectation, came: Sequence[Artifact]) -> Expectation:
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
 """States in ascending order of severity; `skipped` does not count."""
 _LOST = (
-    "it began, but its part of the manifest is not in this folder or cannot be read: its disk is full, its "
-    "host does not share this folder, or the file was removed or damaged"
+    "it began, but its part of the manifest is not in this folder or cannot be read: it died before it wrote "
+    "it, its disk is full, its host does not share this folder, or the file was removed or damaged"
 )
+_DIED = re.compile(r"ActorDiedError: .*\bpid: (\d+)", re.DOTALL)
+"""Ray's error, which has the id of the process that died."""
 
 
 def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
@@ -241,13 +245,27 @@ def fold(parts: Sequence[ProcessPart]) -> Manifest:
 
 def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
     present = {part.process.key for part in parts}
+    said = (f"{part.error} {part.recorder and part.recorder.reason}" for part in parts)
+    died = {found[1] for text in said if (found := _DIED.search(text)) is not None}
     for part in parts:
         known = present | {absent.process for absent in part.absent}
         lost = {key: name for key, name in part.began.items() if key not in known}
         absent = tuple(
-            Absent(name=name, state="missing", reason=_LOST, process=key) for key, name in lost.items()
+            Absent(name=name, state="missing", reason=_why_lost(key, died), process=key)
+            for key, name in lost.items()
         )
         yield msgspec.structs.replace(part, absent=part.absent + absent) if absent else part
+
+
+def _why_lost(key: str, died: Set[str]) -> str:
+    """Return the reason why a worker left no part.
+
+    Args:
+        died: Ids of processes that Ray knows to be dead.
+    """
+    if key.rpartition("_pid")[2] in died:
+        return f"{ACTOR_DIED}: what it recorded of this step is lost with it"
+    return _LOST
 
 
 def worst(states: Iterable[State]) -> State:
