@@ -18,6 +18,7 @@ import pytest
 from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture
 from stepscope._recording.recorder import standing
+from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.why import Why, say_first
 
@@ -221,6 +222,17 @@ def test_nobody_answers_in_a_run_without_a_recorder(tmp_path: Path, command: Com
 def test_a_run_without_run_json_is_known_by_its_lines_of_steps(tmp_path: Path, command: Command) -> None:
     (tmp_path / "steps_feed0002.jsonl").write_text('{"step":1,"start_ns":1,"dur_ns":1}\n')
     assert "if it ended" in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())
+
+
+def test_a_run_that_an_exception_ended_names_the_step(tmp_path: Path, command: Command) -> None:
+    folder = StepFolder(tmp_path, step=7)
+    owner = folder.process("trainer", owner=True)
+    owner.error = "ActorDiedError: The actor died unexpectedly."
+    owner.close(10**7)
+    folder.write()
+    said = " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())
+    assert "ActorDiedError" in said
+    assert said.endswith("--step 7")
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path) -> None:

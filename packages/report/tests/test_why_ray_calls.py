@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.files.layout import RunLayout
@@ -19,7 +20,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import Frame, OpenSpan, ProcessState, RayCall, Thread
 from stepscope_report.cli.why import ask
 from stepscope_report.waiting import say_call
-from stepscope_report.why import Why, why
+from stepscope_report.why import ENDED, Why, say_first, why
 
 S = 10**9
 DRIVER = """
@@ -134,3 +135,15 @@ def test_a_call_of_an_actor_to_itself_is_no_wait() -> None:
         [driver(call_of("a1", "A.run"), call_of("a1", "A.more", "SUBMITTED_TO_WORKER", caller="a1"))]
     )
     assert [answer.calls[index].stage for index in answer.culprits] == ["A.run"]
+
+
+def test_a_worker_that_died_comes_before_calls_that_wait_for_nothing_known() -> None:
+    """The driver waits in a queue, which does not show who fills it."""
+    waiting = msgspec.structs.replace(
+        driver(file="asyncio/queues.py"), workers={"rollout_rank0_a_pid17": "rollout[0]"}
+    )
+    answer = why([waiting], {"rollout_rank0_a_pid17": f"{ENDED} (pid 17)"})
+    assert say_first(answer) == "Died: rollout_rank0_a_pid17: its process has ended (pid 17)"
+    assert [answer.calls[at].stage for at in answer.culprits] == ["", "rollout"]
+    assert answer.fates == {"rollout[0]": "its process has ended (pid 17)"}
+    assert "no other call" in say_first(why([waiting]))

@@ -1,4 +1,7 @@
-"""Calls that wait for other calls, and calls that do not, from the states of processes at one moment."""
+"""Calls that wait for other calls, and calls that do not, from the states of processes at one moment.
+
+One file above 500 lines: the waits of a call are found from the same index of calls that ranks the culprits.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ from stepscope_report.waiting import (
     say_where,
 )
 
+ENDED = "its process has ended"
+"""The begin of what is known of a worker that died."""
 _NO_ANSWER = "no answer"
 _CIRCLE = 4
 """Largest number of named calls that wait for each other."""
@@ -57,6 +62,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Engines and their queues."""
     silent: tuple[str, ...]
     """Workers that did not answer."""
+    fates: dict[str, str] = {}
+    """{one of `silent`: what is known of its process}."""
     beside: tuple[str, ...] = ()
     """Other threads in the process of the first culprit, one of which may hold what the culprit waits for."""
 
@@ -87,6 +94,7 @@ def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) 
             for engine in state.engines
         ),
         silent=tuple(answer.silent.values()),
+        fates={name: fates[key] for key, name in answer.silent.items() if fates and key in fates},
     )
 
 
@@ -97,11 +105,17 @@ def say_first(answer: Why) -> str:
         circle = [answer.calls[index] for index in answer.culprits[: min(answer.circle, _CIRCLE)]]
         text = "; ".join(map(say_call, circle))
         return f"{answer.circle} calls wait for each other: {text}{_say_held(answer.held, 'them')}"
+    if is_dead(first):
+        return f"Died: {say_call(first)}{_say_held(answer.held, 'it')}"
     if first.kind == "process" and not first.blocks:
         return f"Others wait for {say_call(first)}{_say_held(answer.held, 'it')}"
     if first.blocks:
         return f"Blocks its event loop: {say_call(first)}{_say_held(answer.held, 'this loop')}"
     return f"Waits for no other call: {say_call(first)}{_say_held(answer.held, 'it')}"
+
+
+def is_dead(call: Call) -> bool:
+    return call.kind == "process" and call.where.startswith(ENDED)
 
 
 def _say_held(held: int, what: str) -> str:
@@ -370,6 +384,9 @@ class _Answer:
         """Return (calls that wait for no call or only for each other, the most likely culprit first; number
         of the first ones if they wait for each other, else 0; number of calls that wait for the first).
         """
+        for key in self.silent:
+            if self._fates.get(key, "").startswith(ENDED):
+                self._silent(key)  # first, also if no stack shows that others wait for it
         self.edges += [set() for _ in self.calls[len(self.edges) :]]
         groups = [
             group for group in _components(self.edges) if all(self.edges[at] <= set(group) for at in group)
@@ -386,10 +403,11 @@ class _Answer:
         circle = len(groups[0]) if groups and len(groups[0]) > 1 else 0
         return found, circle, self._held(groups[0]) if groups else 0
 
-    def _rank(self, at: int, awaited: set[int]) -> tuple[bool, int, bool, bool, bool, int]:
-        """Return the sort key of a culprit: stuck engines, then work, then waiting tasks, then other waits
-        and working engines, and last collectives without missing ranks. Within each, ranks that are behind
-        in collectives come first, then calls that the step waits for, then calls that any call waits for.
+    def _rank(self, at: int, awaited: set[int]) -> tuple[bool, bool, int, bool, bool, bool, int]:
+        """Return the sort key of a culprit: dead workers, then stuck engines, then work, then waiting tasks,
+        then other waits and working engines, and last collectives without missing ranks. Within each, ranks
+        that are behind in collectives come first, then calls that the step waits for, then calls that any
+        call waits for.
         """
         call = self.calls[at]
         works = call.wait in (None, "process") and not call.waits and call.kind != "engine"
@@ -397,7 +415,8 @@ class _Answer:
         if call.collective is not None and not self.edges[at]:
             order = 3
         ahead = call.behind is None
-        return not is_stuck(call), order, ahead, at not in awaited, at not in self._waited_by, -call.age_ns
+        aside = at not in awaited, at not in self._waited_by
+        return not is_dead(call), not is_stuck(call), order, ahead, *aside, -call.age_ns
 
     def _awaited_by_the_step(self) -> set[int]:
         owners = {state.process.key for state in self.states if state.step_age_ns is not None}

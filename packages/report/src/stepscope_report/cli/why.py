@@ -28,11 +28,11 @@ from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import no_run, read_run
 from stepscope_report.formatting import duration, middle
 from stepscope_report.live import COMPARED, usual_ns
-from stepscope_report.sections.health import say_span, step_health
+from stepscope_report.sections.health import say_ended, say_span, step_health
 from stepscope_report.terminal import listing
 from stepscope_report.timeline import load_step
 from stepscope_report.waiting import say_call
-from stepscope_report.why import Why, say_first
+from stepscope_report.why import ENDED, Why, is_dead, say_first
 from stepscope_report.why import why as join
 
 POLL_S = 0.1
@@ -131,8 +131,8 @@ def _fate(pid: int) -> str | None:
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return "its process has ended" if Path("/proc/self/stat").exists() else None
-    return {"T": "its process is stopped (SIGSTOP)", "Z": "its process has ended"}.get(status)
+        return f"{ENDED} (pid {pid})" if Path("/proc/self/stat").exists() else None
+    return {"T": "its process is stopped (SIGSTOP)", "Z": f"{ENDED} (pid {pid})"}.get(status)
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
@@ -172,7 +172,8 @@ def _calls(answer: Why) -> Iterator[RenderableType]:
             yield listing("Beside it in that process", answer.beside)
         more = [say_call(answer.calls[index]) for index in answer.culprits[max(1, answer.circle) :]]
         if more:
-            yield listing("Neither do these", more)
+            dead = is_dead(answer.calls[answer.culprits[0]])
+            yield listing("Besides" if dead else "Neither do these", more)
     waiting = list(_waiting(answer))
     if waiting:
         yield listing("Wait for others", waiting)
@@ -182,7 +183,7 @@ def _calls(answer: Why) -> Iterator[RenderableType]:
         yield listing("In no call", answer.idle)
     if answer.silent:
         note = "gone, on a host without this folder, or in C with the interpreter's lock held (py-spy dump)"
-        yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
+        yield listing("No answer", [f"{name}: {answer.fates.get(name, note)}" for name in answer.silent])
 
 
 def _waiting(answer: Why) -> Iterator[str]:
@@ -204,7 +205,8 @@ def _show_last_step(run: Path, json: bool) -> None:
     if layout is not None:
         with suppress(RecordError):
             timeline = load_step(layout.root, run_id=chosen.run_id)
-    rows = [] if timeline is None else [say_span(row) for row in step_health(timeline).open_spans]
+    health = None if timeline is None else step_health(timeline)
+    rows = [] if health is None else [say_span(row) for row in health.open_spans]
     if timeline is not None and timeline.states:
         answer = join(timeline.states)
         title = f"Nobody answers. Step {number}, the last on disk, says of its end"
@@ -212,9 +214,13 @@ def _show_last_step(run: Path, json: bool) -> None:
     elif rows:
         screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
     else:
+        ended = "" if health is None else say_ended(health)
+        fix = f"stepscope report {run} --step {number}" if ended else _fix(RunLayout(run))
+        last = (
+            f"step {number} has no open call. {ended}" if ended else "its last step on disk has no open call"
+        )
         raise CommandError(
-            f"no process of the run in {run} answers, and its last step on disk has no open call. "
-            f"Fix: {_fix(RunLayout(run))}",
+            f"no process of the run in {run} answers, and {last}. Fix: {fix}",
             Exit.INCOMPLETE,
         )
     raise typer.Exit(Exit.INCOMPLETE)
