@@ -131,5 +131,5 @@ def test_a_range_made_in_python_is_checked_too(wrong: tuple[int, int, int]) -> N
 
 def test_an_error_lists_all_wrong_items_of_a_list() -> None:
     with pytest.raises(ConfigError) as caught:
-        ProfileConfig(steps=[-1, 3, 2.5, "5:2"], roles={"actor": {"ranks": [-2, 0, "x"]}})  # type: ignore[list-item, arg-type]  # wrong on purpose
+        ProfileConfig(steps=[-1, 3, 2.5, "5:2"], roles={"actor": {"ranks": [-2, 0, "x"]}})  # type: ignore[list-item]  # wrong on purpose
     assert [error.value for error in (caught.value, *caught.value.also)] == [-1, 2.5, "5:2", -2, "x"]
