@@ -823,3 +823,25 @@ def test_a_stage_that_most_ranks_leave_at_once_divides_by_nothing(tmp_path: Path
         actor.span("check", 420 * MS, 420 * MS)
     cause = reported(folder).cause
     assert cause is None or (cause.process is not None and cause.process.rank == 0)
+
+
+def test_a_stage_in_which_a_rank_died_grew_in_no_single_rank(tmp_path: Path) -> None:
+    """The other rank was recorded for longer, and the step before had both for 200 ms."""
+    before, folder = StepFolder(tmp_path, step=1), StepFolder(tmp_path, step=2)
+    for one, took_ms in ((before, 200), (folder, 3000)):
+        driver = one.process("trainer", owner=True)
+        call = driver.span("update", 10 * MS, (took_ms + 20) * MS)
+        actors = [one.process("actor", rank) for rank in range(2)]
+        for rank, actor in enumerate(actors):
+            driver.measures(actor, 0)
+            dies = rank == 1 and one is folder
+            actor.span("update_actor", 15 * MS, None if dies else (15 + took_ms) * MS, link=driver.link(call))
+            if dies:
+                actor.counter("process CPU", {1000 * MS: 50.0})
+            else:
+                actor.close((took_ms + 30) * MS)
+        driver.close((took_ms + 30) * MS)
+        one.write()
+    cause = seen(folder).cause
+    assert cause is not None
+    assert (cause.stage, cause.process) == ("update_actor", None)

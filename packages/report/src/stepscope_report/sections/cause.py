@@ -299,7 +299,12 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
         longer = is_longer(call.dur_ns or 0, usual_call_ns)
-        places = _grown_ranks(timeline, label, own, near)
+        cut_off = any(  # by the death of its process: it took longer than was seen
+            names.label_of(span) == label
+            for span in timeline.spans
+            if span.end_ns is None and timeline.processes[span.process].closed_ns is None
+        )
+        places = [] if cut_off else _grown_ranks(timeline, label, own, near)
         kind = _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {}))
         if (
             kind == "slow-stage"
