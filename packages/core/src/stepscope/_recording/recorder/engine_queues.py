@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -35,6 +36,8 @@ class EngineQueues:
         self._profilers: list[EngineProfilerBase] = []
         self._unasked: list[EngineProfilerBase] = []
         """The profilers whose engines have not been asked to keep their passes."""
+        self._asking: threading.Thread | None = None
+        """The thread that asks them, or asked them last."""
 
     def add(self, profiler: EngineProfiler) -> None:
         """Sample an engine from now on, in its own process if that is another one. Has no effect for a
@@ -56,10 +59,18 @@ class EngineQueues:
         self._sampler.add("engines", lambda: [_Finder(self, self._config)])
 
     def keep_passes(self) -> None:
-        """Ask each engine to keep its latest passes, as far as it can be asked. May block."""
+        """Ask each engine to keep its latest passes, on a thread of its own: an engine that hangs does not
+        answer.
+        """
+        if not self._unasked or (self._asking is not None and self._asking.is_alive()):
+            return
         match = self._config.role("rollout")
         if match is None or not match[1].engine.passes or not match[1].engine.profiler:
             return
+        self._asking = threading.Thread(target=self._ask, name="stepscope-keep-passes", daemon=True)
+        self._asking.start()
+
+    def _ask(self) -> None:
         for profiler in tuple(self._unasked):
             try:
                 if not profiler.keep_passes(self._config.recorder.memory_mb):
