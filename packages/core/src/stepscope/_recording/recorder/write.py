@@ -98,6 +98,14 @@ class Ring(SpanMaker):
         for span in running:
             self.taken[span] = next(self.ids)
             self._spans.append(span)
+        try:
+            self._forget_taken(self._spans[0].start_ns)
+        except IndexError:  # the recorder's thread has dropped them all meanwhile
+            pass
+
+    def _forget_taken(self, before_ns: int) -> None:
+        for span in [span for span in list(self.taken) if _ended_before(span, before_ns)]:
+            self.taken.pop(span, None)
 
     def begin_step(self, step: int) -> None:
         """Make carriers and trace contexts name this step from now on."""
@@ -143,8 +151,7 @@ class Ring(SpanMaker):
                     self._long.append(span)
         except IndexError:
             pass
-        for span in [span for span in list(self.taken) if _ended_before(span, start_ns)]:
-            self.taken.pop(span, None)
+        self._forget_taken(start_ns)
 
     def close(self) -> None:
         """Release all spans."""
