@@ -686,7 +686,7 @@ class Reading:
     def _kernels(self, events: Sequence[Complete]) -> None:
         """Add work of devices."""
         tracks, device_streams, kernel_of = self._tracks, self._streams, self.kernels.get
-        abouts = _abouts(events)
+        abouts, linked = _abouts(events), isinstance(events[0], Linked)
         for event, about in zip(events, abouts, strict=True):
             name, start, dur = event.name, event.ts, event.dur
             end = start + dur
@@ -711,9 +711,9 @@ class Reading:
                 self.collectives[name].extend((start, end))
             elif _TO_DEVICE.search(name):
                 self._steps.add_copy(start, dur)
-            if not about.node:  # nodes of one graph run beside each other on one stream
+            if not (about.node or linked):  # nodes of one graph run beside each other on one stream
                 track.order.add(start, dur)
-        if not isinstance(events[0], Linked):
+        if not linked:  # other profilers have graphs and groups on their tracks
             self._launches.ran([about.correlation for about in abouts], [event.ts for event in events])
 
     def _track(self, pid: int | str, tid: int | str, device: int) -> _Track:
