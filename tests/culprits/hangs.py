@@ -390,7 +390,7 @@ HANGS = [
         "actor update", "update at ", needs="ray",
     ),
     Hang("await of a Ray call", RAY_AWAIT, "actor_rank1_", "actor update", "update at ", needs="ray"),
-    Hang("dead actor", DEAD, "actor_rank1_", "", "its process has ended", "Others wait for", needs="ray"),
+    Hang("dead actor", DEAD, "actor_rank1_", "", "its process has ended", "Died", needs="ray"),
 ]  # fmt: skip
 
 

@@ -217,7 +217,9 @@ def test_no_rank_is_slow_beside_one_that_died(tmp_path: Path) -> None:
         driver.measures(actor, 0)
         actor.span("update_actor", 15 * MS, None if rank else 3000 * MS)
     actors[1].counter("process CPU", {at * MS: 50.0 for at in range(0, 1000, 100)})
-    dead = Absent(name="actor[1]", state="missing", reason="actor died: OOM", process=actors[1].info.key)
+    dead = Absent(
+        name="actor[1]", state="missing", reason="actor died: OOM", died=True, process=actors[1].info.key
+    )
     driver.absent.append(dead)
     driver.close(1600 * MS)
     actors[0].close(3010 * MS)

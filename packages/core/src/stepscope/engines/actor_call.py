@@ -48,6 +48,9 @@ again."""
 class ActorGoneError(EngineError):
     """The actor has died, or cannot be reached now (it may be restarting)."""
 
+    died = False
+    """True if Ray says that the actor died."""
+
 
 class CallFailedError(EngineError):
     """A function of stepscope raised in the actor, or could not run there."""
@@ -114,7 +117,9 @@ class ActorLine:
         try:
             heard, answered, value = await answer
         except ray.exceptions.RayActorError as error:
-            raise ActorGoneError(_cause(error)) from None
+            gone = ActorGoneError(_cause(error))
+            gone.died = not _is_unavailable(error)
+            raise gone from None
         except ray.exceptions.RayError as error:
             raise CallFailedError(_last_line(error)) from None
         self.stamps.append(Stamps(sent, heard, answered, time.time_ns()))
@@ -253,8 +258,12 @@ def _cause(error: BaseException) -> str:
     """Return the reason why an actor is unreachable, on one line for an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("The actor is dead because")]
-    state = "unavailable (restarting?)" if type(error).__name__ == "ActorUnavailableError" else "died"
+    state = "unavailable (restarting?)" if _is_unavailable(error) else "died"
     return f"actor {state}: {(*reasons, *lines, '')[0][:300]}"
+
+
+def _is_unavailable(error: BaseException) -> bool:
+    return type(error).__name__ == "ActorUnavailableError"
 
 
 def _last_line(error: BaseException) -> str:

@@ -13,8 +13,6 @@ from urllib.parse import quote
 import msgspec
 
 from stepscope.files.manifest.records import (
-    ACTOR_DIED,
-    GONE,
     OpenedBy,
     OwnCost,
     ProcessPart,
@@ -262,12 +260,8 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
 def _dead(timeline: Timeline) -> frozenset[str]:
     """Return `ProcessInfo.key` of each process that did not live to close its capture, by its host or Ray."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
-    dead = {one.process for part in parts for one in part.absent if one.reason.startswith(ACTOR_DIED)}
-    dead |= {
-        part.process.key
-        for part in parts
-        if any((item.reason or "").startswith(GONE) for item in part.expected)
-    }
+    dead = {one.process for part in parts for one in part.absent if one.died}
+    dead |= {part.process.key for part in parts if any(item.died for item in part.expected)}
     unclosed = (one for one in timeline.processes if one.closed_ns is None)
     return frozenset(one.info.key for one in unclosed if one.info.key in dead)
 

@@ -87,6 +87,8 @@ class WorkerOutcome:
     """True if the failure is that no answer came before the deadline: the worker may be busy or starting."""
     process: str | None = None
     """`ProcessInfo.key` of the worker, or None if it has not answered yet."""
+    died: bool = False
+    """True if Ray knows that the worker died."""
     clock: ClockOffset | None = None
     roles: tuple[str, ...] = ()
     """Result of `prepare`: the roles whose work the worker does."""

@@ -293,7 +293,11 @@ def _enter(manifest_part: ManifestPart, outcomes: list[WorkerOutcome]) -> None:
     manifest_part.add_absent(
         tuple(
             Absent(
-                name=outcome.name, state=outcome.state, reason=outcome.reason or "", process=outcome.process
+                name=outcome.name,
+                state=outcome.state,
+                reason=outcome.reason or "",
+                process=outcome.process,
+                died=outcome.died,
             )
             for outcome in outcomes
             if outcome.state != "ok"

@@ -228,7 +228,7 @@ class Worker:
             )
             return dataclasses.replace(self._outcome("failed", reason), late=True)
         except ActorGoneError as error:
-            return self._outcome("missing", str(error))
+            return dataclasses.replace(self._outcome("missing", str(error)), died=error.died)
         except EngineError as error:
             return self._outcome("failed", f"{what}: {error}")
 

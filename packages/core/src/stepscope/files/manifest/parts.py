@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -15,10 +15,8 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import (
-    ACTOR_DIED,
     AWAITED,
     FORMAT,
-    GONE,
     LATE,
     Absent,
     Expectation,
@@ -160,8 +158,8 @@ def _lost(item: Expectation) -> Expectation:
     if item.state != "pending":
         return item
     reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # nothing is left to write them
-    reason = f"{GONE}: {reason}"
-    return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
+    reason = f"the process is gone: {reason}"
+    return msgspec.structs.replace(item, state="missing", pending=None, reason=reason, died=True)
 
 
 class Taken(Protocol):
@@ -251,21 +249,16 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
         known = present | {absent.process for absent in part.absent}
         lost = {key: name for key, name in part.began.items() if key not in known}
         absent = tuple(
-            Absent(name=name, state="missing", reason=_why_lost(key, died), process=key)
+            Absent(name=name, state="missing", reason=_why_lost(dead), process=key, died=dead)
             for key, name in lost.items()
+            for dead in [key.rpartition("_pid")[2] in died]
         )
         yield msgspec.structs.replace(part, absent=part.absent + absent) if absent else part
 
 
-def _why_lost(key: str, died: Set[str]) -> str:
-    """Return the reason why a worker left no part.
-
-    Args:
-        died: Ids of processes that Ray knows to be dead.
-    """
-    if key.rpartition("_pid")[2] in died:
-        return f"{ACTOR_DIED}: what it recorded of this step is lost with it"
-    return _LOST
+def _why_lost(died: bool) -> str:
+    """Return the reason why a worker left no part. `died`: whether Ray knows that it died."""
+    return "actor died: what it recorded of this step is lost with it" if died else _LOST
 
 
 def worst(states: Iterable[State]) -> State:

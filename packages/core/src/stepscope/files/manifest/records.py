@@ -178,6 +178,8 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     ignored: dict[str, str] = {}
     idle: bool = False
     """True if an engine ran no iteration while it was recorded. Nothing is missing."""
+    died: bool = False
+    """True if it is missing because its process ended before."""
     notes: tuple[str, ...] = ()
     """Facts that are no problem, such as fewer engine iterations than requested."""
 
@@ -331,12 +333,6 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
 
 
-GONE = "the process is gone"
-"""The begin of the reason for what a process did not leave because it ended before."""
-ACTOR_DIED = "actor died"
-"""The begin of the reason for a worker that Ray knows to be dead."""
-
-
 class Absent(msgspec.Struct, frozen=True, kw_only=True):
     """A worker or replica that took no part in the capture, or ended early."""
 
@@ -345,6 +341,8 @@ class Absent(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     process: str | None = None
     """`ProcessInfo.key` of the worker, if it answered at first; else None."""
+    died: bool = False
+    """True if Ray knows that the worker died."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
