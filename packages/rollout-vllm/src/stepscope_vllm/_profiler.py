@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary, ref
 
 from stepscope import ProfileConfig
@@ -83,6 +83,15 @@ class VllmProfiler(ReplicaProfiler):
             return {} if living is None else target.counters_here(living) | target.unfinished(living)
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=False).sources()
+
+    def weakly(self) -> Callable[[], VllmProfiler | None]:
+        engine, replica = ref(self.engine), self.replica
+
+        def profiler() -> VllmProfiler | None:
+            living = engine()
+            return None if living is None else VllmProfiler(living, replica=replica)
+
+        return profiler
 
     def keep_passes(self, memory_mb: int) -> bool:
         return self._target.keep_passes(memory_mb)

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -174,8 +175,8 @@ def test_an_engine_without_statistics_has_no_counters_of_another_one(
             home.run(generate(home.engine, 4))
             quiet.run(generate(quiet.engine, 6))
     finally:
+        engine = weakref.ref(quiet.engine)
         quiet.close()
-        gc.collect()  # else later captures of all engines find it, and it is dead
     counters = step_report(load_step(run_folder / "step_000008")).counters
     assert counters is not None
     rows = {(row.of, row.name): row.increase for row in counters.rows}
@@ -185,6 +186,9 @@ def test_an_engine_without_statistics_has_no_counters_of_another_one(
     for replica, has in ((0, True), (1, False)):
         (sidecar,) = (run_folder / "step_000008").glob(f"traces/rollout/replica{replica}/*trace*.meta.json")
         assert ("requests_running_at_stop" in sidecar.read_text()) is has
+    del cap
+    gc.collect()
+    assert engine() is None  # else it keeps its memory, and later captures of all engines find it dead
 
 
 def artifacts_of(result: CaptureResult) -> tuple[Artifact, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
@@ -197,6 +197,13 @@ class EngineProfilerBase(EngineProfiler):
 
     def sample_apart(self) -> None:
         """Make the engine's own process sample its counters between captures, if that is another process."""
+
+    def weakly(self) -> Callable[[], EngineProfilerBase | None]:
+        """Return a function that returns a profiler of this engine, or None once the engine is gone.
+
+        The flight recorder keeps the function. A profiler that has the engine must not be in it.
+        """
+        return lambda: self
 
     def keep_passes(self, memory_mb: int) -> bool:
         """Make the engine of this process keep its latest forward passes, for the flight recorder.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from stepscope._recording.counters.sampler import Sampler, Tick
@@ -33,9 +33,10 @@ class EngineQueues:
         self._sampler = sampler
         self._config = config
         self._known: set[str] = set()
-        self._profilers: list[EngineProfilerBase] = []
-        self._unasked: list[EngineProfilerBase] = []
-        """The profilers whose engines have not been asked to keep their passes."""
+        self._keepers: list[Callable[[], EngineProfilerBase | None]] = []
+        """Each returns a profiler whose engine may keep its passes, or None once the engine is gone."""
+        self._unasked: list[Callable[[], EngineProfilerBase | None]] = []
+        """Those whose engines have not been asked to keep their passes."""
         self._asking: threading.Thread | None = None
         """The thread that asks them, or asked them last."""
 
@@ -49,8 +50,10 @@ class EngineQueues:
             self._sampler.add(name, partial(_sources, profiler))
             if isinstance(profiler, EngineProfilerBase):
                 profiler.sample_apart()
-                self._profilers.append(profiler)
-                self._unasked.append(profiler)
+                if type(profiler).keep_passes is not EngineProfilerBase.keep_passes:
+                    keeper = profiler.weakly()
+                    self._keepers.append(keeper)
+                    self._unasked.append(keeper)
 
     def watch(self) -> None:
         """Also sample engines that `instrument` entries find from now on, and those driven by another
@@ -71,19 +74,23 @@ class EngineQueues:
         self._asking.start()
 
     def _ask(self) -> None:
-        for profiler in tuple(self._unasked):
+        for keeper in tuple(self._unasked):
             try:
-                if not profiler.keep_passes(self._config.recorder.memory_mb):
+                profiler = keeper()
+                if profiler is not None and not profiler.keep_passes(self._config.recorder.memory_mb):
                     continue
             except ours() as error:
                 failures.note("keeping an engine's passes for the flight recorder", error)
-            self._unasked.remove(profiler)
+            self._unasked.remove(keeper)
 
     def passes(self, start_ns: int) -> Iterator[tuple[int, list[PassFile] | str]]:
         """Yield the number of each replica, and its passes since `start_ns` (unix ns) or the reason why they
         are lost. May block.
         """
-        for profiler in self._profilers:
+        for keeper in self._keepers:
+            profiler = keeper()
+            if profiler is None:
+                continue
             try:
                 yield profiler.replica or 0, profiler.kept_passes(start_ns)
             except ours() as error:
