@@ -322,7 +322,7 @@ import os, signal, sys
 print(os.getpid(), *sys.argv[1:], flush=True)
 {then}
 """
-"""Of the dev.py that tests the engines."""
+"""Program in the place of the dev.py that tests the engines."""
 
 
 def test_engines_are_tested_beside_other_tests_and_their_output_and_failures_follow(

@@ -28,7 +28,7 @@ DIST = ROOT / "dist"
 TOGETHER = (("cli", "ray"),)
 """Combinations that are tried besides each extra alone and none."""
 MOST_BYTES = 3_500_000
-"""Of a file that is uploaded."""
+"""The largest size of a file that is uploaded."""
 
 
 @dataclass(frozen=True)

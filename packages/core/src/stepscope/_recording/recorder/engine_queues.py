@@ -36,7 +36,7 @@ class EngineQueues:
         self._keepers: list[Callable[[], EngineProfilerBase | None]] = []
         """Each returns a profiler whose engine may keep its passes, or None once the engine is gone."""
         self._unasked: list[Callable[[], EngineProfilerBase | None]] = []
-        """Those whose engines have not been asked to keep their passes."""
+        """The part of `_keepers` whose engines have not been asked to keep their passes."""
         self._asking: threading.Thread | None = None
         """The thread that asks them, or asked them last."""
 

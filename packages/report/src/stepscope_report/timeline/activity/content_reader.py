@@ -319,7 +319,7 @@ class _Track(NamedTuple):
 
     covers: dict[Work, Cover]
     adders: tuple[Callable[[Any], None], ...]
-    """Those of its `DeviceKernels`."""
+    """Functions that add to the columns of its `DeviceKernels`."""
     number: int
     """Number of the stream in `DeviceKernels`."""
     order: DeviceStream
