@@ -294,6 +294,7 @@ def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path, caplog: pytes
 
 
 def test_a_long_text_of_an_exception_is_cut_between_words() -> None:
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
     text = describe(RuntimeError("word " * 99))
     assert len(text) <= 200
     assert text.endswith(" word...")

@@ -7,7 +7,8 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+MOST = 1 << 62
+Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-MOST, le=MOST)]
 """An integer as it is read back. stepscope writes none beyond these bounds, and no clock reaches them."""
 
 DRIFT_PPM = 200

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError, ours
+from stepscope.files.clock import MOST
 from stepscope.files.manifest.records import Ending, OpenedBy
 
 
@@ -42,10 +43,9 @@ class Closing(NamedTuple):
 def step_of(value: object) -> int:
     """Return the number of a step from an int, or from an integer of numpy or torch."""
     step = _whole(value)
-    if step is None:
-        raise ConfigError(
-            "capture(step)", value, "an integer, 0 or more", "pass the training loop's global step"
-        )
+    if step is None or step > MOST:
+        fix = "pass the training loop's global step"
+        raise ConfigError("capture(step)", value, "an integer from 0 to 2**62", fix)
     return step
 
 

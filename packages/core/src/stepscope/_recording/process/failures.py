@@ -90,7 +90,7 @@ def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return `ExceptionType: message`, whatever the exception's own `__str__` does.
+    """Return `ExceptionType: message`, or the type alone if the message is empty or its `__str__` fails.
 
     The text is the first line of the message and has at most 200 characters. An error of stepscope's own,
     which ends with the fix, may have more lines, and 2000 characters.
@@ -103,7 +103,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, StepscopeError):
         return _shortened(f"{name}: {message}", 2000)
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return _shortened(f"{name}: {first}", 200)
+    return _shortened(f"{name}: {first}" if first else name, 200)
 
 
 def _shortened(text: str, most: int) -> str:
