@@ -263,6 +263,7 @@ def test_a_method_that_attaches_hangs_below_its_caller_and_its_spans_below_it(lo
         assert carrier() == {
             **TURN,
             "process": ACTOR.key,
+            "run": "r",
             "step": 3,
             "span": method.id + 1,
             "traceparent": SpanIds("r", 3, ACTOR.key).traceparent(method.id + 1),

@@ -177,6 +177,19 @@ class StepLayout:
         """Return whether this host sees the manifest part with that file name. True if `name` is None."""
         return name is None or (self.processes / Path(name).name).exists()
 
+    def has_part_of(self, process: str, run_id: str) -> bool:
+        """Return whether a process takes part in a capture of the step, as far as this host sees.
+
+        Args:
+            process: `ProcessInfo.key`, or the end of it: `host_pid123`.
+        """
+        end = f"_pid{process.rpartition('_pid')[2]}_{safe(run_id)}"
+        host = process.rpartition("_pid")[0].rpartition("_")[2]
+        try:
+            return any(end in name and safe(host) in name for name in os.listdir(self.processes))
+        except OSError:
+            return False
+
     def logged(self, run_id: str, capture: int = 1) -> Path:
         """Return the path of the mark that a rank has logged the summary of this capture of the step."""
         return self.processes / f"logged_{safe(run_id)}{_again(capture)}"

@@ -11,6 +11,8 @@ import msgspec
 
 from stepscope._recording.instrument import configured, no_step
 from stepscope._recording.process import failures, shutdown
+from stepscope._recording.recorder import visits
+from stepscope._recording.spans import slot
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.errors import ConfigError
 from stepscope.files import switch
@@ -61,7 +63,12 @@ def configure(
     instrument(config)
     shutdown.handle(config)
     _configured = config
+    slot.visit = _visit
     return config
+
+
+def _visit(caller: str, run_id: str, step: int) -> slot.Visit | None:
+    return visits.visit(current(), caller, run_id, step)
 
 
 def placed(config: ProfileConfig) -> ProfileConfig:

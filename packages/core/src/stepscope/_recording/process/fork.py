@@ -17,6 +17,7 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
     (
         "private loop",  # has no thread in the child
         "flight recorder",
+        "visits",
         "capture",  # switched off before anything else looks at it
         "exporter",
         "hooks and programs",

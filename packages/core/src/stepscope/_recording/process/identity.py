@@ -105,9 +105,13 @@ def is_first() -> bool:
     rank = os.environ.get("RANK")
     if rank is not None:
         return rank == "0"
+    return not (is_child() or in_ray_worker())
+
+
+def is_child() -> bool:
+    """Return whether `multiprocessing` started this process."""
     multiprocessing = sys.modules.get("multiprocessing")  # a child of it has imported it
-    is_child = multiprocessing is not None and multiprocessing.parent_process() is not None
-    return not (is_child or in_ray_worker())
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 _MODULES = (("torch", "cuda"), ("torch_npu", "npu"))

@@ -170,7 +170,7 @@ class Recorder:
         self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
         self._has_obeyed = False
         """True once an order came after `ask_for_order` began."""
-        self._is_hurried = False
+        self.is_hurried = False
         """True if the process is ending, so that it does not wait for the workers' files."""
 
     def sample(self) -> None:
@@ -387,7 +387,7 @@ class Recorder:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything is written. Return False if it is not written after `timeout_s`."""
-        self._is_hurried = True
+        self.is_hurried = True
         return not self._work.drain(timeout_s)
 
     # On the recorder's thread.
@@ -413,7 +413,7 @@ class Recorder:
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
         run.record(self.config, identity.versions)
-        if self.measure is not None and self.clocks and not self._is_hurried:
+        if self.measure is not None and self.clocks and not self.is_hurried:
             self.clocks += self.measure()
         offsets = {clock.process: clock.offset_ns for clock in self.clocks}
         order = msgspec.structs.replace(order, offsets_ns=offsets)
@@ -422,7 +422,7 @@ class Recorder:
             write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
         except ours(OSError) as error:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
-        writer = self._writer(order)
+        writer = self.writer(order)
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in written:
@@ -441,13 +441,14 @@ class Recorder:
         now = clock.read_anchor()
         known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
         if not known:
-            self._writer(order).write(windows_by_time(order, self.process, now), owner=False)
+            self.writer(order).write(windows_by_time(order, self.process, now), owner=False)
             return
         own = self._take([known[step.step] for step in order.steps if step.step in known])
         windows = [window_of(step, now) for step in own]
-        self._writer(order).write(windows, owner=True, began=self.workers)
+        self.writer(order).write(windows, owner=True, began=self.workers)
 
-    def _writer(self, order: Order) -> StepWriter:
+    def writer(self, order: Order) -> StepWriter:
+        """Return a writer of the steps of an order."""
         return StepWriter(self.log, self.sampler, self.config, order, self.state, self.engines)
 
     def _fold(self, written: Sequence[Written], hurried_s: float) -> None:
@@ -458,7 +459,7 @@ class Recorder:
         """
         began = time.monotonic()
         until = began + 2 * self.config.control.poll_seconds + _WORKERS_S
-        while self.workers and time.monotonic() < (began + hurried_s if self._is_hurried else until):
+        while self.workers and time.monotonic() < (began + hurried_s if self.is_hurried else until):
             if all(self._is_whole(step) for step in written):
                 break
             time.sleep(_LOOK_S)

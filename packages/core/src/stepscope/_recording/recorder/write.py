@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from bisect import bisect_right
 from collections import deque
@@ -41,7 +40,7 @@ from stepscope.files.manifest.records import (
     of_engine,
 )
 from stepscope.files.passes import PassFile
-from stepscope.files.recorder import Order
+from stepscope.files.recorder import VISIT, Order
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
@@ -75,7 +74,6 @@ class Ring(SpanMaker):
         uses this list."""
         self._dropped_ns = 0
         """Time before which spans were dropped with their steps. One writer: the recorder's thread."""
-        self._run_id = run_id
         super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
 
     def __len__(self) -> int:
@@ -110,7 +108,7 @@ class Ring(SpanMaker):
     def begin_step(self, step: int) -> None:
         """Make carriers and trace contexts name this step from now on."""
         self.step = step
-        self.trace = SpanIds(self._run_id, step, self.process.key)
+        self.trace = SpanIds(self.run_id, step, self.process.key)
 
     def copy(self) -> Copied:
         """Return the spans in the ring at this moment.
@@ -164,6 +162,7 @@ class Ring(SpanMaker):
 COUNTERS_HZ = 1.0
 """Samples of counters per second, between captures."""
 WHY = "the flight recorder keeps spans, and starts no profiler"
+VISITS = "the process is no worker of the capture: it took part by attach(), and starts no profiler"
 STANDS_STILL = ("hang", "signal")
 """Triggers upon which the written step also gets the state of each process."""
 _KEPT = "the passes that the engine kept"
@@ -279,6 +278,16 @@ class StepWriter:
             self._write_passes(self._engines, windows, written)
         return written
 
+    def write_visit(self, window: Window, chosen: Callable[[Sequence[Span]], Sequence[Span]]) -> None:
+        """Write this process' part of a step that another process captures, or write it again.
+
+        Args:
+            chosen: Returns the spans of the part, of all spans in the ring.
+        """
+        copied, lost = self._copy()
+        outcome = self._outcome(window, copied.since_ns, lost)
+        self._write(window, chosen(copied.spans), outcome, owner=False, began={}, clocks=())
+
     def _write_passes(
         self, engines: EngineQueues, windows: Sequence[Window], written: Sequence[Written]
     ) -> None:
@@ -347,8 +356,9 @@ class StepWriter:
     ) -> Written:
         process, run_id = self._ring.process, self._order.run_id
         layout = RunLayout(self._config.save_path).step(window.step)
-        number = next(n for n in itertools.count(1) if not layout.part_of(process, run_id, n).exists())
-        ending = window.ending
+        number, visits, ending = 1, self._order.trigger == VISIT, window.ending
+        while not visits and layout.part_of(process, run_id, number).exists():
+            number += 1
         part = ProcessPart(
             run_id=run_id,
             step=window.step,
@@ -358,7 +368,7 @@ class StepWriter:
             opened=window.opened,
             closed=window.closed,
             recorded=False,
-            why=WHY,
+            why=VISITS if visits else WHY,
             roles=(process.role,),
             began=began,
             clocks=clocks,
@@ -366,11 +376,12 @@ class StepWriter:
             settings=settings.kept(),
             ended_by=None if ending is None else ending.by,
             error=None if ending is None else ending.error,
-            recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running),
+            recorder=None if visits else self._recorded(window),
         )
         manifest_part = ManifestPart(layout.part_of(process, run_id, number), part)
-        manifest_part.expect(awaited("spans", "spans", "exporting"))
-        manifest_part.write()
+        if not visits:
+            manifest_part.expect(awaited("spans", "spans", "exporting"))
+            manifest_part.write()
         try:
             write_atomic(layout.spans_of(process, run_id, number), self._file(window, spans))
         except ours(OSError) as error:
@@ -390,6 +401,9 @@ class StepWriter:
             )
         manifest_part.write()
         return Written(layout, manifest_part)
+
+    def _recorded(self, window: Window) -> Recorded:
+        return Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running)
 
     def _write_counters(
         self, path: Path, sampler: Sampler, window: Window, manifest_part: ManifestPart

@@ -487,5 +487,5 @@ def _forked(count: int) -> Absent:
     return Absent(
         name=f"{count} forked child process(es)",
         state="skipped",
-        reason="forked while the capture was open: profilers and spans do not cross a fork",
+        reason="forked while the capture was open: only its work under attach(carrier()) is recorded",
     )

@@ -12,11 +12,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
+from stepscope._recording.process import failures
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.scopes import NOWHERE, Place, Scope, current, inherited
+from stepscope.errors import ours
 from stepscope.files.values import MAX_TEXT
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from typing_extensions import Self  # typing.Self is 3.11+
 
     from stepscope._recording.spans.span import Span
@@ -27,6 +31,11 @@ _KEEPS = "__stepscope_keeps_places__"
 """The attribute that marks a `run_in_executor` that `keep_places` replaced, and any wrapper of it made
 since."""
 T = TypeVar("T")
+_NOT_CONFIGURED = (
+    "stepscope: the spans of this process are not recorded: a carrier of another process' step is attached "
+    "here, and this process is not configured. Fix: make it a worker of the capture, or call configure(...) "
+    "here with the caller's save_path"
+)
 
 
 class Carrier(TypedDict, total=False):
@@ -38,6 +47,8 @@ class Carrier(TypedDict, total=False):
     span: int
     captured: int
     """The captured step whose files hold `span`."""
+    run: str
+    """The run of that step."""
     step: int
     """The step that owns the work."""
     policy_version: int
@@ -56,12 +67,14 @@ def carrier() -> Carrier | None:
         return None
     _, step, policy_version, trajectory, turn = inherited(scope)
     data = Carrier()
-    link, traceparent = _recorded(scope)
+    link, traceparent, run_id = _recorded(scope)
     if link is not None:
         data["process"], data["span"] = link.process, link.span
         if link.step is not None:
             data["captured"] = link.step
             step = link.step if step is None else step
+            if run_id is not None:
+                data["run"] = run_id
     if step is not None:
         data["step"] = step
     if policy_version is not None:
@@ -103,7 +116,9 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         context = None
     elif process is None:
         process = context  # another tracer's, so another process than any of ours
-    kind = Place if process is None else functools.partial(Attached, process)
+    run_id = carried.get("run")
+    run_id = run_id if isinstance(run_id, str) and len(run_id) <= MAX_TEXT else None
+    kind = Place if process is None else functools.partial(Attached, process, run_id)
     return kind(
         step=_int(carried.get("step")),
         policy_version=_int(carried.get("policy_version")),
@@ -155,16 +170,16 @@ def _run_at(scope: Scope, func: Callable[..., T], *args: Any) -> T:
         current.reset(token)
 
 
-def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None]:
-    """Return the nearest recorded span at or above `scope`: its link, None for another tracer's, and its
-    `traceparent`.
+def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None, str | None]:
+    """Return the nearest recorded span at or above `scope`: its link (None for another tracer's span), its
+    `traceparent`, and the run of the link.
     """
     while scope is not None:
         link, traceparent = scope.reference(), scope.traceparent()
         if link is not None or traceparent is not None:
-            return link, traceparent
+            return link, traceparent, scope.run_of_reference()
         scope = scope.parent
-    return None, None
+    return None, None, None
 
 
 def _is_ours(traceparent: str, link: SpanLink | None) -> bool:
@@ -191,27 +206,57 @@ class Attached(Place):
     A decorated method begins its span before its body attaches the carrier. If that span is a top span, it
     becomes a child of the carrier's span (`Span.hang_below`), and spans recorded in the attached place become
     children of the method's span.
+
+    In a process that no capture records, the spans below a carrier of a captured step are written into the
+    folder of that step (`slot.visit`).
     """
 
-    __slots__ = ("_method", "_process")
+    __slots__ = ("_method", "_process", "_run_id", "visit")
 
-    def __init__(self, process: str, **place: Any) -> None:
+    def __init__(self, process: str, run_id: str | None, **place: Any) -> None:
         super().__init__(**place)
         self._process = process
+        self._run_id = run_id
         self._method: Span | None = None
+        self.visit: slot.Visit | None = None
 
     def __enter__(self) -> Self:
         super().__enter__()
         try:
             if self.parent is not None and self.parent.hang_below(self, self._process):
                 self._method = cast("Span", self.parent)
+            if self._run_id is not None and slot.session() is None:
+                self._begin_visit(self._run_id)
             return self
         except BaseException:  # of a signal's handler: nobody leaves what was not entered
             self._leave(None)
             raise
 
+    def _begin_visit(self, run_id: str) -> None:
+        link = self.link
+        if link is None or link.step is None:
+            return
+        if slot.visit is None:
+            if slot.active is None:
+                failures.warn_once(_NOT_CONFIGURED)
+            return
+        try:
+            self.visit = slot.visit(self._process, run_id, link.step)
+        except ours() as error:
+            failures.note("recording work for another process' step", error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self.visit is not None:
+            self.visit.left()
+
     def reference(self) -> SpanLink | None:
         return None if self._hangs_method() else self.link
+
+    def run_of_reference(self) -> str | None:
+        return self._run_id
 
     def traceparent(self) -> str | None:
         return None if self._hangs_method() else self.context

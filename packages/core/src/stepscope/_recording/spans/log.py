@@ -74,7 +74,7 @@ class SpanLog(SpanMaker):
         `_running`."""
         self._running: list[Span] = []
         """Spans whose `open` line is written and that have not ended."""
-        self._run_id, self._step = run_id, step
+        self._step = step
         self._file: FileIO | None = None
         self._fd = -1
         """The descriptor of the file while it is open, else -1."""
@@ -248,7 +248,7 @@ class SpanLog(SpanMaker):
             (self._young if is_young else self._pending).append(span)
 
     def _header(self, anchor: ClockAnchor) -> bytes:
-        header = records.Header(step=self._step, run_id=self._run_id, process=self.process, anchor=anchor)
+        header = records.Header(step=self._step, run_id=self.run_id, process=self.process, anchor=anchor)
         return lines.encoded(header)
 
     def _append(self, data: bytes) -> None:

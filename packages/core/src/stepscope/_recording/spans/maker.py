@@ -65,6 +65,7 @@ class SpanMaker:
         opened: Called by a span when it opens. It must not block.
         """
         self.process = process
+        self.run_id = run_id
         self.step = step
         self.redact = redact
         self.ids: Iterator[int] = itertools.count(1)

@@ -162,6 +162,10 @@ class Scope:
         """
         return None
 
+    def run_of_reference(self) -> str | None:
+        """Return the id of the run that the span in `reference` belongs to, or None if it is not known."""
+        return None
+
     def traceparent(self) -> str | None:
         """Return the W3C trace context of the span in `reference`, or of another tracer's span; None if there
         is neither.

@@ -81,10 +81,35 @@ class FlightRecorder(ActiveSession, Protocol):
         ...
 
 
+class Visit(Protocol):
+    """The work that code of this process does for a step that another process captures."""
+
+    def left(self) -> None:
+        """Have the spans written, because code left an attached carrier of the step."""
+        ...
+
+
+class Visitor(Protocol):
+    """Finds the step that work under an attached carrier is for."""
+
+    def __call__(self, caller: str, run_id: str, step: int) -> Visit | None:
+        """Return the visit of a process that no capture records, or None if the step is not captured.
+
+        Args:
+            caller: `ProcessInfo.key` of the process that made the carrier.
+            run_id: Run of that process.
+            step: Step of the span that the carrier names.
+        """
+        ...
+
+
 active: ActiveSession | None = None
 """The session or flight recorder that records now, or None."""
 recorder: FlightRecorder | None = None
 """The flight recorder, which is active while no session is, or None if it is off."""
+visit: Visitor | None = None
+"""Called when a carrier is attached in a process without a capture. None before `configure`, its only
+writer."""
 
 
 def session() -> ActiveSession | None:

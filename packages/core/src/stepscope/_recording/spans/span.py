@@ -31,6 +31,7 @@ class SpanSink(Protocol):
     """The part of a log that its spans use."""
 
     process: ProcessInfo
+    run_id: str
     step: int | None
     ids: Iterator[int]
     redact: tuple[str, ...]
@@ -205,6 +206,9 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
 
     def reference(self) -> SpanLink:
         return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
+
+    def run_of_reference(self) -> str:
+        return self.log.run_id
 
     def traceparent(self) -> str:
         return self.log.trace.traceparent(self.id)

@@ -1,0 +1,161 @@
+"""Work for a step that another process captures: in a child of a process pool, or in a tool server.
+
+The capture knows its workers, and this process is none of them. Its flight recorder keeps all spans. Those
+below an attached carrier of the step are written into the step's folder, as the part of one more process.
+The part is written again when more of them have ended, at most every `_PAUSE_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from socket import gethostname
+
+import msgspec
+
+from stepscope._recording.process import clock, fork, identity
+from stepscope._recording.recorder import standing
+from stepscope._recording.recorder.recorder import Recorder
+from stepscope._recording.recorder.write import Window
+from stepscope._recording.spans import scopes
+from stepscope._recording.spans.carrier import Attached
+from stepscope._recording.spans.scopes import Scope
+from stepscope._recording.spans.span import Span
+from stepscope.config import ProfileConfig
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout
+from stepscope.files.recorder import VISIT, Order
+from stepscope.files.sidecar import ProcessInfo
+
+_PAUSE_S = 0.2
+"""Shortest time between two writes of one part."""
+_LOOK_S = 0.02
+_EXIT_S = 5.0
+"""Longest wait for the last write when a child of `multiprocessing` ends."""
+_MOST = 64
+"""Number of steps that are remembered: late work for an older step is not written."""
+ROLE = "worker"
+"""Role of a process that records only because a carrier is attached in it."""
+
+_visits: dict[tuple[str, int], StepVisit | None] = {}
+"""{(run, step): this process' work for it}; None for steps whose capture holds this process, and for steps
+that are not captured. Writers: `visit`, and `_forget` in a forked child."""
+_lock = threading.RLock()  # a signal's handler may attach a carrier too
+
+
+class StepVisit:
+    """The work of this process for one captured step."""
+
+    def __init__(self, recorder: Recorder, run_id: str, step: int) -> None:
+        self._recorder = recorder
+        self._run_id = run_id
+        self._step = step
+        self._opened = clock.read_anchor()
+        caller = _span_of(scopes.current.get())  # of the method whose body attaches the carrier
+        self._after = recorder.log.last_id if caller is None else caller.id - 1
+        """Number of the last span before this work."""
+        if caller is not None:
+            self._opened = _earlier(self._opened, caller.start_ns)
+        self._is_queued = False
+        self._written_at = 0.0
+
+    def left(self) -> None:
+        """See `slot.Visit`."""
+        if not self._is_queued:
+            self._is_queued = True
+            self._recorder.later(self._write)
+
+    def _write(self) -> None:
+        """Write the part of the step, on the recorder's thread."""
+        until = self._written_at + _PAUSE_S
+        while time.monotonic() < until and not self._recorder.is_hurried:
+            time.sleep(_LOOK_S)
+        self._is_queued = False  # first: what ends from now on is written by the next call
+        order = Order(run_id=self._run_id, trigger=VISIT, reason="", made_ns=time.time_ns(), steps=())
+        window = Window(self._step, self._opened, clock.read_anchor())
+        self._recorder.writer(order).write_visit(window, self._includes)
+        self._written_at = time.monotonic()
+
+    def _includes(self, spans: Sequence[Span]) -> list[Span]:
+        """Return the spans of this step's work, of all spans that the recorder keeps."""
+        number = self._recorder.log.number
+        return [span for span in spans if number(span) > self._after and self._is_below(span)]
+
+    def _is_below(self, span: Span) -> bool:
+        scope: Scope | None = span
+        while scope is not None:
+            if isinstance(scope, Attached) and scope.visit is self:
+                return True
+            if isinstance(scope, Span) and scope.caller is not None:
+                link = scope.caller.link
+                return link is not None and link.step == self._step
+            scope = scope.parent
+        return False
+
+
+def visit(config: ProfileConfig, caller: str, run_id: str, step: int) -> StepVisit | None:
+    """Return the work of this process for a step; see `slot.Visitor`. The flight recorder is started for it
+    if need be.
+
+    Args:
+        config: Configuration of this process. Without a named `save_path`, nothing is recorded.
+    """
+    key = run_id, step
+    with _lock:
+        if key in _visits:
+            return _visits[key]
+        recorder = _recorder(config, run_id)
+        found = None
+        if recorder is not None and _is_captured(recorder.layout.step(step), caller, run_id):
+            found = StepVisit(recorder, run_id, step)
+        while len(_visits) >= _MOST:
+            del _visits[next(iter(_visits))]
+        _visits[key] = found
+        return found
+
+
+def _recorder(config: ProfileConfig, run_id: str) -> Recorder | None:
+    if config.record == "off" or not config.names_folder:
+        return None
+    recorder = standing.standing()
+    if recorder is None:
+        process = ProcessInfo(role=ROLE, rank=None, world_size=None, host=gethostname(), pid=os.getpid())
+        recorder = standing.start(config, process, run_id)
+        _write_at_the_end_of_a_child(recorder)
+    return recorder
+
+
+def _is_captured(layout: StepLayout, caller: str, run_id: str) -> bool:
+    """Return whether the process that made the carrier captures the step, and this process does not."""
+    own = f"{gethostname()}_pid{os.getpid()}"
+    return layout.has_part_of(caller, run_id) and not layout.has_part_of(own, run_id)
+
+
+def _span_of(scope: Scope | None) -> Span | None:
+    """Return the span of the method whose body attaches the carrier that is `scope`, or None."""
+    above = None if scope is None else scope.parent
+    return above if isinstance(above, Span) and above.caller is not None else None
+
+
+def _earlier(anchor: ClockAnchor, mono_ns: int) -> ClockAnchor:
+    """Return the anchor as it would have been at an earlier time."""
+    wall_ns = anchor.wall_ns - anchor.mono_ns + mono_ns
+    return msgspec.structs.replace(anchor, wall_ns=wall_ns, mono_ns=mono_ns, raw_ns=None)
+
+
+def _write_at_the_end_of_a_child(recorder: Recorder) -> None:
+    """Have everything written before a child of `multiprocessing` ends: it calls no `atexit` function."""
+    if identity.is_child():
+        sys.modules["multiprocessing.util"].Finalize(None, recorder.drain, (_EXIT_S,), exitpriority=1)
+
+
+def _forget() -> None:
+    global _lock
+    _visits.clear()
+    _lock = threading.RLock()
+
+
+fork.forgets("visits", _forget)
