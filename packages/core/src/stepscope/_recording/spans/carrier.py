@@ -32,9 +32,9 @@ _KEEPS = "__stepscope_keeps_places__"
 since."""
 T = TypeVar("T")
 _NOT_CONFIGURED = (
-    "stepscope: the spans of this process are not recorded: a carrier of another process' step is attached "
-    "here, and this process is not configured. Fix: make it a worker of the capture, or call configure(...) "
-    "here with the caller's save_path"
+    "the spans of this process are not recorded: a carrier of another process' step is attached here, and "
+    "this process is not configured. Fix: make it a worker of the capture, or call configure(...) here with "
+    "the caller's save_path"
 )
 
 
