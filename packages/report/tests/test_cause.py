@@ -235,6 +235,26 @@ def test_no_rank_is_slow_beside_one_that_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("times_ms", "waited", "kind"),
+    [
+        ([1600, 800], (50.0, 50.0), "slow-rank"),  # twice the work, and both had half a core
+        ([1600, 800], (60.0, 20.0), "slow-host"),  # as much work, and one of them had less of the cores
+        ([1600, 800], (75.0, 50.0), "slow-host"),
+        ([1600, 800], (20.0, 0.0), "slow-rank"),
+    ],
+)
+def test_processes_are_compared_without_their_waits_for_a_core(
+    tmp_path: Path, times_ms: list[int], waited: tuple[float, float], kind: str | None
+) -> None:
+    folder, actors = called(tmp_path, times_ms)
+    for actor, value in zip(actors, waited, strict=True):
+        values = {0: 0.0, **{ms * MS: value for ms in range(50, 1650, 50)}}
+        actor.counter("main thread waits for a core", values, unit="%", kind="interval")
+    cause = reported(folder).cause
+    assert (cause and cause.kind) == kind
+
+
+@pytest.mark.parametrize(
     "times_ms", [[416, 400], [400, 416, 400, 400], [400, 452, 390, 400, 410, 400, 420, 400]]
 )
 def test_equal_ranks_have_no_straggler(tmp_path: Path, times_ms: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from stepscope.files.counters import (
@@ -124,6 +125,39 @@ class Holds:
             held += union_ns([*pairs, *covered]) - union_ns(covered)
         return round(held)
 
+    def _at_least_ns(self, nodes: Iterable[int]) -> int:
+        """Return the shortest time for which the threads of these calls lacked a core in them."""
+        spans, of_thread = self._timeline.spans, defaultdict[tuple[int, int], list[Pair]](list)
+        for node in nodes:
+            extent = spans[node].start_ns, self._timeline.until_ns(spans[node])
+            of_thread[spans[node].process, spans[node].thread].append(extent)
+        least = 0.0
+        for thread, pairs in of_thread.items():
+            for piece in self._core_waits.get(thread, ()):
+                whole_ns = piece.end_ns - piece.start_ns
+                outside_ns = whole_ns - _inside_ns(pairs, piece)
+                least += max(0.0, piece.value / 100 * whole_ns - outside_ns)
+        return round(least)
+
+    def _works_longer(self, suspect: Suspect, most_ns: int) -> bool:
+        """Return whether half of a suspect's excess would be there too if it had the share of a core that its
+        peers had.
+
+        Args:
+            most_ns: The longest time for which the suspect may have lacked a core. Its peers are taken to
+                have lacked one for as short as their samples allow.
+        """
+        took_ns, usual_ns = suspect.took_ns, suspect.usual_ns
+        if not suspect.peers or took_ns is None or not usual_ns:
+            return False
+        spans = self._timeline.spans
+        lacked = median(
+            self._at_least_ns(nodes) / max(1, sum(spans[node].dur_ns or 0 for node in nodes))
+            for nodes in suspect.peers
+        )
+        longer_ns = (took_ns - most_ns) / max(0.01, 1 - lacked) - usual_ns
+        return longer_ns * 4 >= usual_ns and longer_ns * 2 >= took_ns - usual_ns
+
     def _pid(self, process: int) -> int:
         return self._timeline.processes[process].info.pid
 
@@ -151,16 +185,20 @@ class Holds:
         for node, pair in zip(own, every, strict=True):
             of_thread[spans[node].thread].append(pair)
         held = {name: self.ns(process, name, [*every, *suspect.spells]) for name in _HOLDS}
+        held[CORE_WAIT] = 0
         held[DISK_SLEEP] = self.ns(process, DISK_SLEEP, of_thread[pid])
-        held[CORE_WAIT] = sum(self.core_ns(process, pairs, thread) for thread, pairs in of_thread.items())
+        meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send
+        most_ns = sum(
+            self.at_most_ns(process, pairs, thread, sampled=not meets)
+            for thread, pairs in of_thread.items()
+            if thread == pid or (process, thread) in self._core_waits
+        )
+        if self._works_longer(suspect, most_ns):  # its peers lacked a core too
+            most_ns = 0
+        else:
+            held[CORE_WAIT] = sum(self.core_ns(process, pairs, at) for at, pairs in of_thread.items())
         if sum(held.values()) * 2 < suspect.longer_ns:
-            meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send
-            core_ns = sum(
-                self.at_most_ns(process, pairs, thread, sampled=not meets)
-                for thread, pairs in of_thread.items()
-                if thread == pid or (process, thread) in self._core_waits
-            )
-            return None if core_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
+            return None if most_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
         collects = held[GC] * 2 >= suspect.longer_ns  # while it collects, it may also lack a core
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"

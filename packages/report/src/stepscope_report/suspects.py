@@ -9,7 +9,7 @@ One file above 500 lines: the kinds of culprits share the times of calls.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
@@ -21,6 +21,7 @@ from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
 from stepscope_report.stragglers import skipped_collectives
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
+from stepscope_report.timeline.model import Span
 from stepscope_report.timeline.step_graph import StepGraph, step_graph
 
 CauseKind: TypeAlias = Literal[
@@ -81,6 +82,9 @@ class Suspect(NamedTuple):
     """The stage in which other ranks waited for the suspect, or None."""
     nodes: tuple[int, ...] = ()
     """The suspect's calls."""
+    peers: tuple[tuple[int, ...], ...] = ()
+    """The calls of each process that `usual_ns` comes from; empty if it comes from other steps, or from calls
+    of the same process."""
     spells: tuple[Pair, ...] = ()
     """Stretches in which a rank that was late in no call was in none."""
     because: str = ""
@@ -298,6 +302,7 @@ class _Lineup:
                 evidence=(self._say_met(first, len(times)),),
                 awaited_in=meeting,
                 nodes=tuple(cuts),
+                peers=_by_process(spans, (node for one in times for node in one.others)),
                 spells=tuple(pair for one in times if label is None for pair in one.spells),
             )
 
@@ -342,6 +347,7 @@ class _Lineup:
                 for node in own[label]
             },
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
+            tuple(node for other in others for node in stretches[other].get(label, ())),
         )
 
     def _outside(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> tuple[Pair, ...]:
@@ -443,6 +449,7 @@ class _Lineup:
             beside,
             evidence=tuple(self._say_work(slowest, slow, compared)),
             nodes=tuple(cuts),
+            peers=tuple(tuple(one.nodes) for process, one in compared.items() if process not in slow),
         )
 
     def _is_slow(self, work: Work, usual_ns: Callable[[Work], int]) -> bool:
@@ -651,8 +658,18 @@ class _Lateness(NamedTuple):
     usual_ns: int
     cuts_ns: Mapping[int, int]
     uneven: bool = False
+    others: tuple[int, ...] = ()
+    """The calls of the same stage in the other ranks."""
     spells: tuple[Pair, ...] = ()
     """The stretches before the meeting in which the rank was in no call, if it was late there."""
+
+
+def _by_process(spans: Sequence[Span], nodes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the calls of each process."""
+    calls: dict[int, list[int]] = defaultdict(list)
+    for node in nodes:
+        calls[spans[node].process].append(node)
+    return tuple(map(tuple, calls.values()))
 
 
 def ranked(suspects: Sequence[Suspect]) -> list[Suspect]:
