@@ -370,9 +370,12 @@ def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_pat
     folder = tools(tmp_path, ("t2", 1, 320), step=6)
     folder.processes[0].span("update", 662 * MS, 1062 * MS)
     close(folder, 1070 * MS)
-    cause = seen(folder).cause
+    report = seen(folder)
+    cause = report.cause
     assert cause is not None
     assert (cause.kind, cause.role, cause.stage, cause.ns) == ("slow-stage", "trainer", "update", 400 * MS)
+    assert report.compared == (4, 5)
+    assert "(4-5)" in brief_text(step_brief(report)).splitlines()[2]
     assert [other.kind for other in cause.others] == ["slow-tool"]
 
 

@@ -169,7 +169,7 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
         yield "; ".join(notes)
     if not report.tracer:
-        yield say_usual(report.baseline)
+        yield say_usual(report.baseline, report.compared)
     yield from filter(None, (say_beside(report.baseline),))
     if health.errors:
         yield f"{count(len(health.errors), 'error')}: {say_span(health.errors[0])}: {health.errors[0].error}"

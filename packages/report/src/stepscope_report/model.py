@@ -78,6 +78,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     critical_path: CriticalPath
     baseline: Baseline | None
     """The uncaptured steps to compare with; None if none is known."""
+    compared: tuple[int, ...] = ()
+    """Numbers of the captured steps that it was compared with, because it took longer than these."""
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
     """The slowest trajectories, or None if no span belongs to a trajectory."""

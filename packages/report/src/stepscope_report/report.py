@@ -21,7 +21,7 @@ from stepscope_report.model import AddedSection, StepReport
 from stepscope_report.near import NearStep
 from stepscope_report.section import RECORD, Page, Section, Sources
 from stepscope_report.sections.advice import ADVICE
-from stepscope_report.sections.baseline import BASELINE
+from stepscope_report.sections.baseline import BASELINE, COMPARED
 from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import CAUSE, UNEXPLAINED
@@ -50,6 +50,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     UNEXPLAINED,
     ADVICE,
     BASELINE,
+    COMPARED,
     BREAKDOWN,
     CRITICAL_PATH,
     STAGES,

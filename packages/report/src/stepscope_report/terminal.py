@@ -238,7 +238,7 @@ def _head(report: StepReport) -> Text:
     took = "; ".join(filter(None, (say_deaths(health), took)))
     lines = [plain(f"{report.name}, {moment(report.opened_ns)}: {took}")]
     lines += [say_recorder(health), say_ended(health), plain(say_incomplete(health)), say_again(health)]
-    lines += [] if report.tracer else [say_usual(baseline), say_beside(baseline)]
+    lines += [] if report.tracer else [say_usual(baseline, report.compared), say_beside(baseline)]
     lines.append(plain(say_other_runs(report)))
     return Text("\n".join(filter(None, lines)), style="bold")
 

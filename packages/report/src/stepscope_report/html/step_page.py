@@ -106,7 +106,9 @@ def _by_sight(stages: Sequence[Stage]) -> list[Label]:
 
 
 def _head(timeline: Timeline, report: StepReport) -> Html:
-    usual = () if report.tracer else (say_usual(report.baseline), say_beside(report.baseline))
+    usual = (
+        () if report.tracer else (say_usual(report.baseline, report.compared), say_beside(report.baseline))
+    )
     title = report.name if report.tracer else f"Step {report.step}"
     run = "" if report.tracer else f"run {report.run_id}, "
     return tag(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from stepscope.files.uncaptured import comparable
@@ -120,8 +122,14 @@ def _whole(timeline: Timeline) -> bool:
     return timeline.window.closed and not cut and not is_running(timeline.manifest)
 
 
-def say_usual(baseline: Baseline | None) -> str:
-    """Return the times of uncaptured steps: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
+def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
+    """Return the times of uncaptured steps: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`.
+
+    Args:
+        captured: Numbers of the captured steps that it was compared with instead, if any.
+    """
+    if baseline is None and captured:
+        return f"Compared with {count(len(captured), 'captured step')} near it ({numbers(captured)})"
     if baseline is None:
         return (
             "There is no uncaptured step to compare it with. A loop that opens capture(step) for every step "
@@ -188,4 +196,8 @@ def _rank(baseline: Baseline) -> str:
 BASELINE = Section(
     name="baseline",  # drawn in the head of the report
     compute=lambda sources: step_baseline(sources.timeline, sources.value_of(BREAKDOWN)),
+)
+COMPARED: Section[tuple[int, ...]] = Section(
+    name="compared",  # drawn in the head of the report
+    compute=lambda sources: tuple(sorted(step.step for step in sources.near)),
 )
