@@ -89,6 +89,17 @@ def test_gaps_of_a_step_add_up_to_its_idle_time(tmp_path: Path, command: Command
         assert sum(step["gaps"].values()) == pytest.approx(step["idle_ns"], abs=10)
 
 
+def test_arguments_of_other_types_do_not_hide_those_of_the_right_type(
+    tmp_path: Path, command: Command
+) -> None:
+    late, *_ = launched(200, 300, 2, None)
+    late["args"] |= {"device": "cuda:0", "Collective name": 7, "Input Dims": "none"}
+    call = on_host("cuda_runtime", "cudaLaunchKernel", 50, 52, correlation=2, device=[0])
+    trace(tmp_path / "rank0.json", [*launched(10, 100, 1, 2), late, call])
+    rows = command("report", tmp_path, "--json").json["gaps"]
+    assert [row["total_ns"] for row in rows if row["kind"] == "queued"] == [100_000]
+
+
 def test_a_kernel_belongs_to_the_label_of_its_launch(tmp_path: Path, command: Command) -> None:
     marks = [
         on_host("user_annotation", "ProfilerStep#4", 0, 300),

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from operator import itemgetter, le
+from operator import itemgetter, le, sub
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -98,23 +98,21 @@ class DeviceKernels:
         self.talks = bytearray()
         """1 for each kernel that communicates."""
 
-    def add(self, start: float, end: float, correlation: int, stream: object, *, talks: bool) -> None:
-        values = start, end, correlation, stream_number(stream), talks
-        for add, value in zip(self.adders(), values, strict=True):
-            add(value)
+    def extend(self, columns: Sequence[Iterable[Any]]) -> None:
+        """Add kernels: their starts, ends, correlations, numbers of streams, and whether they communicate."""
+        own: tuple[Any, ...] = (self.starts, self.ends, self.correlations, self.streams, self.talks)
+        for column, values in zip(own, columns, strict=True):
+            column.extend(values)
 
-    def adders(self) -> tuple[Callable[[Any], None], ...]:
-        """Return functions that add a start, an end, a correlation, the number of a stream, and whether it
-        communicates: one of each for each kernel.
-        """
-        columns = self.starts, self.ends, self.correlations, self.streams, self.talks
-        return tuple(column.append for column in columns)
-
-    def order(self) -> Sequence[int]:
-        """Return the numbers of the kernels in the order of their starts."""
-        ascends = all(map(le, self.starts, islice(self.starts, 1, None)))
-        numbers = range(len(self.starts))
-        return numbers if ascends else sorted(numbers, key=self.starts.__getitem__)
+    def by_start(
+        self, launches: Sequence[float], threads: Sequence[float]
+    ) -> Iterator[tuple[float, float, float, float]]:
+        """Yield (start, end, launch, thread) of the kernels in the order of their starts."""
+        columns = self.starts, self.ends, launches, threads
+        if all(map(le, self.starts, islice(self.starts, 1, None))):
+            return zip(*columns, strict=True)
+        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        return ((self.starts[at], self.ends[at], launches[at], threads[at]) for at in order)
 
     def running(self, at_us: float, stream: int) -> Iterator[float]:
         """Yield the ends of the kernels of a stream that run at a moment."""
@@ -162,16 +160,21 @@ class Host:
         self._launched.extend(correlations, starts_us)
         self._launched_by.extend(correlations, threads)
 
-    def call(self, name: str, start: float, dur: float, thread: int) -> None:
-        """Add a call into the runtime of a device."""
-        kind = _kind_of(name)
-        if kind is None:
+    def calls(
+        self, names: Sequence[str], starts: Sequence[float], ends: Sequence[float], threads: Sequence[int]
+    ) -> None:
+        """Add calls into the runtime of a device."""
+        causes = set(filter(_kind_of, set(names)))
+        if not causes:
             return
-        end = start + dur
-        if kind == "synchronisation":
-            self._syncs.append((end, start, thread, self.names.number(name)))
-        else:
-            self._hold(kind, name, start, end)
+        for name, start, end, thread in zip(names, starts, ends, threads, strict=True):
+            if name not in causes:
+                continue
+            kind = _kind_of(name)
+            if kind == "synchronisation":
+                self._syncs.append((end, start, thread, self.names.number(name)))
+            elif kind is not None:
+                self._hold(kind, name, start, end)
 
     def wait(self, device: int | str, stream: int, start: float) -> None:
         """Add the device's record of a wait for a stream."""
@@ -230,7 +233,7 @@ class Host:
         return self._launched.of(correlations), self._launched_by.of(correlations)
 
     def gaps(self, first: float, last: float) -> Gaps:
-        """Return each gap of each device between two times, with its cause, by thread and time."""
+        """Return each gap of each device between two times, with its cause."""
         gaps = Gaps()
         judge = _Judge(
             self._held,
@@ -240,43 +243,39 @@ class Host:
             knows_launches=self.knows_launches,
         )
         by_thread: dict[int, array[int]] = defaultdict(lambda: array("q"))
-
-        cause_of, texts = judge.cause, gaps.texts
-        add_start, add_end, add_at, add_kind, add_call, add_place = gaps.adders()
+        cause_of, texts, number = judge.cause, gaps.texts, 0
+        add_start, add_end, add_at, add_kind = gaps.adders()
+        called: dict[int, int] = {}
+        kind, thread, moment, call = edge = EDGES, _NO_THREAD, first, ""
+        last_thread, add_number = _NO_THREAD, by_thread[_NO_THREAD].append
         for device in self.devices.values():
-            starts, ends = device.starts, device.ends
-            launches, threads = self.launches_of(device.correlations)
-            until, edge = first, True
-            for at in device.order():
-                start = starts[at]
+            until, begun = first, False
+            for start, end, launch, by in device.by_start(*self.launches_of(device.correlations)):
                 if start > until:
-                    kind, thread, moment, call = (
-                        (EDGES, _NO_THREAD, until, "")
-                        if edge
-                        else cause_of(until, start, launches[at], threads[at])
-                    )
-                    by_thread[thread].append(len(gaps.at))
+                    kind, thread, moment, call = cause_of(until, start, launch, by) if begun else edge
+                    if thread != last_thread:
+                        last_thread, add_number = thread, by_thread[thread].append
+                    if call:
+                        called[number] = texts.number(call)
+                    add_number(number)
                     add_start(until)
                     add_end(start)
                     add_at(moment)
                     add_kind(kind)
-                    add_call(texts.number(call) if call else _NO_TEXT)
-                    add_place(_NO_TEXT)
-                edge = False
-                if ends[at] > until:
-                    until = ends[at]
+                    number += 1
+                begun = True
+                if end > until:
+                    until = end
             if until < last:
-                by_thread[_NO_THREAD].append(len(gaps.at))
-                for add, value in zip(
-                    gaps.adders(), (until, last, until, EDGES, _NO_TEXT, _NO_TEXT), strict=True
-                ):
+                by_thread[_NO_THREAD].append(number)
+                for add, value in zip(gaps.adders(), (until, last, until, EDGES), strict=True):
                     add(value)
-        order: list[int] = []
+                number += 1
+        gaps.calls, gaps.places = (array("i", [_NO_TEXT]) * number for _ in range(2))
+        for at, text in called.items():
+            gaps.calls[at] = text
         for thread, own in sorted(by_thread.items()):
-            by_time = sorted(own, key=gaps.at.__getitem__)
-            self._place(thread, gaps, by_time)
-            order += by_time
-        gaps.arrange(order)
+            self._place(thread, gaps, sorted(own, key=gaps.at.__getitem__))
         return gaps
 
     def _place(self, thread: int, gaps: Gaps, order: Sequence[int]) -> None:
@@ -322,10 +321,8 @@ class Gaps:
         """Numbers of `DeviceGaps.call` and `DeviceGaps.place` in `texts`."""
 
     def adders(self) -> tuple[Callable[[Any], None], ...]:
-        """Return functions that add a start, an end, `at`, a kind, a call and a place: one of each for each
-        gap.
-        """
-        columns = self.starts, self.ends, self.at, self.kinds, self.calls, self.places
+        """Return functions that add a start, an end, `at` and a kind: one of each for each gap."""
+        columns = self.starts, self.ends, self.at, self.kinds
         return tuple(column.append for column in columns)
 
     def open_in(
@@ -343,17 +340,12 @@ class Gaps:
             if still:
                 yield number, still
 
-    def arrange(self, order: Sequence[int]) -> None:
-        """Keep the gaps with these numbers, in this order."""
-        for times in (self.starts, self.ends, self.at):
-            times[:] = array("d", map(times.__getitem__, order))
-        for numbers in (self.kinds, self.calls, self.places):
-            kept = [numbers[number] for number in order]
-            numbers[:] = array(numbers.typecode, kept)
-
     def end_by(self, last: float) -> None:
         """Leave out what is after a time."""
-        self.arrange([number for number, start in enumerate(self.starts) if start < last])
+        kept = [number for number, start in enumerate(self.starts) if start < last]
+        columns: list[array[Any]] = [self.starts, self.ends, self.at, self.kinds, self.calls, self.places]
+        for column in columns:
+            column[:] = array(column.typecode, [column[number] for number in kept])
         self.ends[:] = array("d", (min(end, last) for end in self.ends))
 
 
@@ -406,7 +398,7 @@ class _Judge:
         if launch == NEVER and self._knows_launches:
             return _UNKNOWN, _NO_THREAD, start, ""
         by = self._main if launch == NEVER else int(thread)
-        until = min(launch, end)
+        until = launch if launch < end else end
         middle, half = (start + until) / 2, (until - start) / 2
         for kind, covered in self._held:
             if kind != _COPYING and covered.within(start, until) > half:
@@ -436,20 +428,16 @@ class _Judge:
 
 def by_cause(gaps: Gaps) -> list[DeviceGaps]:
     """Return the gaps added up by cause, call and place, the longest total first."""
-    sums: dict[tuple[int, int, int], DeviceGaps] = {}
-    for kind, call, place, start, end in zip(
-        gaps.kinds, gaps.calls, gaps.places, gaps.starts, gaps.ends, strict=True
-    ):
-        key = kind, call, place
-        row = sums.get(key)
-        if row is None:
-            row = sums[key] = DeviceGaps(GAP_KINDS[kind], gaps.texts[call], gaps.texts[place])
-        us = end - start
-        row.count += 1
-        row.total_us += us
-        if us > row.longest_us:
-            row.longest_us = us
-    rows = sorted(sums.values(), key=lambda row: (-row.total_us, row.kind, row.call, row.place))
+    times: dict[tuple[int, int, int], array[float]] = defaultdict(lambda: array("d"))
+    keys = zip(gaps.kinds, gaps.calls, gaps.places, strict=True)
+    for key, us in zip(keys, map(sub, gaps.ends, gaps.starts), strict=True):
+        times[key].append(us)
+    texts = gaps.texts
+    sums = [
+        DeviceGaps(GAP_KINDS[kind], texts[call], texts[place], len(own), sum(own), max(own))
+        for (kind, call, place), own in times.items()
+    ]
+    rows = sorted(sums, key=lambda row: (-row.total_us, row.kind, row.call, row.place))
     rest: dict[GapKind, DeviceGaps] = {}
     for row in rows[KEPT:]:
         others = rest.setdefault(row.kind, DeviceGaps(row.kind, OTHERS, ""))

@@ -11,6 +11,8 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import compress, count, repeat
+from operator import lt, sub
 
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
@@ -77,20 +79,22 @@ class Starts:
         """Return the ids that have a start, and their starts."""
         numbers, starts = array("q"), array("d")
         for number, page in self._pages.items():
-            numbers.extend(at for at, start_us in enumerate(page, number * _PAGE) if start_us != NEVER)
-            starts.extend(start_us for start_us in page if start_us != NEVER)
+            numbers.extend(compress(count(number * _PAGE), map(NEVER.__gt__, page)))
+            starts.extend(filter(NEVER.__gt__, page))
         return numbers, starts
 
     def of(self, numbers: Iterable[int]) -> array[float]:
         """Return the start of each id in turn, or infinity for an unknown one."""
-        found, kept = array("d"), None
-        page: array[float] | None = None
+        found, first, page = array("d"), -2 * _PAGE, array("d")
+        nothing = array("d", [NEVER]) * _PAGE
         append = found.append
         for number in numbers:
-            if number // _PAGE != kept:
-                kept = number // _PAGE
-                page = self._pages.get(kept)
-            append(NEVER if page is None else page[number % _PAGE])
+            at = number - first
+            if not 0 <= at < _PAGE:
+                at = number % _PAGE
+                first = number - at
+                page = self._pages.get(first // _PAGE, nothing)
+            append(page[at])
         return found
 
     def get(self, number: int) -> float | None:
@@ -111,14 +115,17 @@ class Stream:
         """Number of kernels that began while the one that ends last ran."""
         self.overruns = 0
 
-    def add(self, start_us: float, dur_us: float) -> None:
-        self.busy_us += dur_us
-        if start_us < self.end_us:
-            self.overlap_us += min(self.end_us - start_us, dur_us)
-            self.begun += 1
-            self.overruns += self.begun == 2
-        if start_us + dur_us > self.end_us:
-            self.end_us, self.begun = start_us + dur_us, 0
+    def extend(self, starts_us: Iterable[float], durs_us: Iterable[float]) -> None:
+        busy_us, end_us = self.busy_us, self.end_us
+        for start_us, dur_us in zip(starts_us, durs_us, strict=True):
+            busy_us += dur_us
+            if start_us < end_us:
+                self.overlap_us += min(end_us - start_us, dur_us)
+                self.begun += 1
+                self.overruns += self.begun == 2
+            if start_us + dur_us > end_us:
+                end_us, self.begun = start_us + dur_us, 0
+        self.busy_us, self.end_us = busy_us, end_us
 
 
 class Links:
@@ -222,14 +229,10 @@ class Launches:
 
     def doubts(self) -> Iterator[tuple[str, int]]:
         """Yield each doubt with its number of events."""
-        lost = early = 0
         numbers, called = self._called.columns()
-        for start_us, ran_us in zip(called, self._ran.of(numbers), strict=True):
-            if ran_us == NEVER:
-                lost += 1
-            elif ran_us < start_us - _EARLY_US:
-                early += 1
-        launches = len(called)
+        ran = self._ran.of(numbers)
+        launches, lost = len(called), ran.count(NEVER)
+        early = sum(map(lt, ran, map(sub, called, repeat(_EARLY_US))))
         if self._ran and lost > _FEW and lost * _SHARE > launches:
             yield LOST, lost
         if early > _FEW and early * _SHARE > launches:

@@ -14,6 +14,7 @@ Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
 Adders: TypeAlias = tuple[Callable[[float], None], Callable[[float], None], Callable[[int], None]]
 CHUNK = 1 << 13
+_SOON = 8
 _Slice: TypeAlias = tuple[float, float, int]
 """(start, end, number of the name)."""
 
@@ -240,14 +241,23 @@ class Covered:
         self.starts, self.ends = flat[::2], flat[1::2]
         self.before = array("d", [0.0])
         """Covered time before each stretch, and at last all of it."""
-        self.before.extend(accumulate(end - start for start, end in unpacked(flat)))
+        self.before.extend(accumulate(map(sub, self.ends, self.starts)))
+        self._near = 0
+        """Number of a stretch near the latest interval: intervals are asked mostly in their order."""
 
     def within(self, start: float, end: float) -> float:
         """Return how much of an interval is covered."""
         starts, ends, before = self.starts, self.ends, self.before
         if not starts:
             return 0.0
-        first, last = bisect_right(starts, start), bisect_right(starts, end)
+        near = self._near
+        beyond = near + _SOON
+        if beyond < len(starts) and starts[near] <= start and end < starts[beyond]:
+            first = bisect_right(starts, start, near, beyond)
+            last = bisect_right(starts, end, first, beyond)
+        else:
+            first, last = bisect_right(starts, start), bisect_right(starts, end)
+        self._near = first - 1 if first else 0
         covered = before[last]
         if last and ends[last - 1] > end:
             covered -= ends[last - 1] - end

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from zlib import crc32
@@ -337,10 +339,25 @@ def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
         text = text[start:] if len(text) - start < _LONGEST else b""
 
 
+@cache
+def _finder() -> Callable[[bytes, bytes], int]:
+    """Return StringZilla's `find` if it is installed: it takes a quarter of the time of Python's."""
+    try:
+        finder: Callable[[bytes, bytes], int] = import_module("stringzilla").find
+    except ImportError:
+        return bytes.find
+    return finder
+
+
+def find(text: bytes, needle: bytes) -> int:
+    """Return the first offset of some bytes in a text, or -1 if it does not have them."""
+    return _finder()(text, needle)
+
+
 def _hits(text: bytes, needles: Sequence[bytes]) -> list[tuple[int, bytes]]:
     hits = []
     for needle in needles:
-        at = text.find(needle)
+        at = find(text, needle)
         while at >= 0:
             hits.append((at, needle))
             at = text.find(needle, at + 1)
