@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
 import msgspec
 import typer
@@ -22,8 +22,10 @@ import stepscope_vllm._driving.target as vllm
 from stepscope.config import ProfileConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.files.manifest.records import KNOBS
+from stepscope_report.advice import traces as rules_of_traces
 from stepscope_report.advice.remedies import REMEDIES
 from stepscope_report.cli.app import app
+from stepscope_report.sections.gaps import REMEDIES as GAP_REMEDIES
 from tools.repository import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -182,10 +184,47 @@ def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {row} |" for row in rows)])
 
 
+# Rules for traces alone -------------------------------------------------------------------------------------
+
+
+def trace_rules() -> str:
+    """Return a table of the rules of advice for traces alone, from the functions that advise."""
+    rows = []
+    for gaps in rules_of_traces.OF_GAPS:
+        sees = f"{gaps.what}: {gaps.share * 100:.0f} % of the time recorded"
+        rows.append(f"`{gaps.rule}` | {sees} | {GAP_REMEDIES[gaps.kind]}")
+    for rule in rules_of_traces.RULES[1:]:
+        definition = ast.parse(dedent(inspect.getsource(rule)))
+        (said,) = (call for call in ast.walk(definition) if is_call_of(call, "Advice"))
+        given = {keyword.arg: keyword.value for keyword in said.keywords}
+        sees = one_line(inspect.getdoc(rule) or "").removeprefix("Advise if ").removesuffix(".")
+        rows.append(f"`{ast.literal_eval(given['rule'])}` | {sees} | {' / '.join(texts_in(given['do']))}")
+    return table(["rule", "speaks if", "what to do"], rows)
+
+
+def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def texts_in(node: ast.AST) -> list[str]:
+    """Return the texts in an expression, those that it looks up among the remedies for gaps as well."""
+    remedies = {str(kind): text for kind, text in GAP_REMEDIES.items()}
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return [remedies[str(node.slice.value)]]
+    if isinstance(node, ast.FormattedValue):
+        return ["it"]
+    if isinstance(node, ast.Constant):
+        return [str(node.value)] if node.value else []
+    if isinstance(node, ast.IfExp):
+        return [*texts_in(node.body), *texts_in(node.orelse)]
+    return ["".join(text for part in ast.iter_child_nodes(node) for text in texts_in(part))]
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "configuration": configuration,
     "cli": commands,
     "settings": settings,
+    "trace-rules": trace_rules,
 }
 """{page: the function that returns its generated part}."""
 

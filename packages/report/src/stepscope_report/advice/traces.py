@@ -67,7 +67,7 @@ class _Gaps(msgspec.Struct, frozen=True):
     what: str
 
 
-_OF_GAPS = (
+OF_GAPS = (
     _Gaps("synchronisation", "synchronisation", 0.02, "the device ran dry because the program waited for it"),
     _Gaps("data loader", "data-loader", 0.05, "the device waits for the data loader"),
     _Gaps("garbage collection", "garbage-collection", 0.02, "the device waits while Python collects garbage"),
@@ -87,7 +87,7 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
     untrusted = evidence.untrusted
     by_kind = grouped((row for row in evidence.gaps if row.process not in untrusted), lambda row: row.kind)
     steps = Counter(row.process for row in evidence.traces.steps)
-    for rule in _OF_GAPS:
+    for rule in OF_GAPS:
         rows = by_kind.get(rule.kind, ())
         totals: dict[str, int] = defaultdict(int)
         for row in rows:
