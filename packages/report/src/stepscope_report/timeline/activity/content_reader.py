@@ -85,6 +85,7 @@ _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "pyt
 
 _SIZES = 4096
 """Number of collectives of different groups and sizes that one trace keeps."""
+_ALL = float("-inf"), float("inf")
 _BESIDE = 0.002
 """Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
@@ -315,7 +316,7 @@ class Reading:
         self.notes = notes
         self.times: list[float] = []
         """Times in us of the file's first events, which tell its clock."""
-        self._near = near or (float("-inf"), float("inf"))
+        self._near = near or _ALL
         self.unordered: set[Thread] = set()
         self.events = 0
         self.operators: dict[str, Operator] = {}
@@ -448,9 +449,10 @@ class Reading:
             **dict.fromkeys((*_OPERATORS, *_ANNOTATIONS, *_SYNCS, "Trace"), others.append),
         }.get
         event: Any  # a check of the class of each event would take a tenth of the time
+        slices, stated = _SLICES, _Stated
         for event in events:
             kind = type(event)
-            if kind in _SLICES:
+            if kind is stated or kind in slices:
                 put = put_of(event.cat)
                 if put is not None:
                     put(event)
@@ -473,7 +475,7 @@ class Reading:
         starts_us, durs = [event.ts for event in events], [event.dur for event in events]
         ends = list(map(add, starts_us, durs))
         first, last = self._near
-        if min(durs) >= 0 and min(starts_us) >= first and max(ends) <= last:
+        if min(durs) >= 0 and ((first, last) == _ALL or (min(starts_us) >= first and max(ends) <= last)):
             return events, starts_us, ends
         kept = []
         for event, start, end in zip(events, starts_us, ends, strict=True):

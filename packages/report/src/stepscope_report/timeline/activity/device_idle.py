@@ -274,8 +274,11 @@ class Host:
         gaps.calls, gaps.places = (array("i", [_NO_TEXT]) * number for _ in range(2))
         for at, text in called.items():
             gaps.calls[at] = text
+        del judge, cause_of
         for thread, own in sorted(by_thread.items()):
-            self._place(thread, gaps, sorted(own, key=gaps.at.__getitem__))
+            moments = array("d", map(gaps.at.__getitem__, own))
+            ascends = all(map(le, moments, islice(moments, 1, None)))
+            self._place(thread, gaps, own if ascends else sorted(own, key=gaps.at.__getitem__))
         return gaps
 
     def _place(self, thread: int, gaps: Gaps, order: Sequence[int]) -> None:
