@@ -69,6 +69,11 @@ def memory(reserved: int) -> list[Json]:
     return [*sound(), {"ph": "i", "name": "[memory]", "pid": 100, "tid": 100, "ts": 5.0, "args": args}]
 
 
+def called(times: int) -> list[Json]:
+    """Return short calls of one operator on the CPU."""
+    return [on_host("cpu_op", "aten::mul", 10 * number, 10 * number + 3) for number in range(times)]
+
+
 def renamed(old: str, new: str, every: int) -> list[Json]:
     events = sound()
     for number, event in enumerate(events):
@@ -100,9 +105,11 @@ FAULTS: dict[str, list[Json]] = {
     "single-precision": sound(name="ampere_sgemm_128x64_tn"),
     "uneven-streams": streams(4),
     "memory-headroom": memory(79 << 30),
+    "small-operators": called(1000),
 }
 SOUND = {
     "nothing": sound(),
+    "few operators": called(900),
     "fused": optimizer("aten::_fused_adamw_"),
     "headroom": memory(61 << 30),
     "pinned": renamed("gemm_bf16", "Memcpy HtoD (Pinned -> Device)", 40),
@@ -136,7 +143,9 @@ def test_a_data_loader_is_told_without_a_device(
             ),
         ]
     trace(tmp_path / "rank0.json", events)
-    assert rules(tmp_path, command) == said
+    advice = command("report", tmp_path, "--json").json["advice"]
+    assert {one["rule"] for one in advice} == said
+    assert all(one["do"].startswith("num_workers is 0") for one in advice)
 
 
 def test_ranks_that_wait_for_one_and_compute_less_are_told(tmp_path: Path, command: Command) -> None:
@@ -147,10 +156,13 @@ def test_ranks_that_wait_for_one_and_compute_less_are_told(tmp_path: Path, comma
             compute = launched(at, at + computed, number + 1, at - 80)
             reduce = launched(at + computed, at + 310, number + 2, at - 80)
             reduce[0]["name"] = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-            events += [*compute, *reduce]
+            prepared = on_host("user_annotation", "tokenize", at, at + computed - 150)
+            events += [*compute, *reduce, prepared]
             at += 310
         trace(tmp_path / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
-    assert rules(tmp_path, command) == {"stragglers", "uneven-work", "exposed-communication"}
+    advice = {one["rule"]: one for one in command("report", tmp_path, "--json").json["advice"]}
+    assert advice.keys() == {"stragglers", "uneven-work", "exposed-communication"}
+    assert "tokenize: 3.00 ms there, 1.00 ms on the others" in advice["stragglers"]["because"]
 
 
 @pytest.mark.parametrize("engine", ["vllm-dp/step_000001", "vllm-tp/step_000005", "sglang-dp/step_000001"])

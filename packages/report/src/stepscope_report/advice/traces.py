@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 
 import msgspec
 
@@ -78,6 +79,7 @@ OF_GAPS = (
     _Gaps("slow launches", "slow-launches", 0.1, "the CPU launches more slowly than the device runs"),
     _Gaps("no operator", "no-operator", 0.1, "the device waits while the CPU runs no operator"),
 )
+OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _LOOP = 5
 """Number of gaps by one call at one place in each step, from which the call is in a loop."""
 
@@ -106,7 +108,7 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
         loops = rule.kind == "synchronisation" and worst.count >= _LOOP * max(1, steps[process])
         do = REMEDIES[rule.kind]
         if rule.kind == "data loader" and "_SingleProcess" in worst.call:
-            do = f"num_workers is 0, so that the training loads its data itself: {do}"
+            do = OWN_DATA + do
         yield Advice(
             rule="sync-in-loop" if loops else rule.rule,
             what="a synchronisation in a loop empties the device's queue again and again"
@@ -169,12 +171,48 @@ def host_data_loader(evidence: TraceEvidence) -> Iterator[Advice]:
         return
     took_ns = sum(row.dur_ns for row in steps[process])
     if waited[process] * 10 >= took_ns:
+        in_loop = any(
+            "_SingleProcess" in label.path[-1]
+            for activity in evidence.activities
+            if activity.name == process
+            for label in activity.content.labels
+        )
         yield Advice(
             rule="data-loader",
             what=f"{process} waits for its data loader",
             because=(f"{duration(waited[process])} of the {duration(took_ns)} of its steps",),
-            do=REMEDIES["data loader"],
+            do=(OWN_DATA if in_loop else "") + REMEDIES["data loader"],
             saves_ns=waited[process],
+        )
+
+
+_OFTEN = 1000
+"""Fewest calls of an operator of which is told that they are small."""
+
+
+def small_operators(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if a process without a device called one operator 1,000 times, each under 10 us, for a tenth of
+    its time.
+    """
+    called = (
+        (operator.self_us, operator.count, operator.name, activity.name)
+        for activity in evidence.activities
+        if not activity.content.devices
+        for operator in activity.content.operators
+        if not operator.outer and operator.count >= _OFTEN and operator.self_us < _SMALL_US * operator.count
+    )
+    self_us, number, name, process = max(called, default=(0.0, 0, "", ""))
+    own_ns = round(self_us * 1000)
+    if number and own_ns * 10 >= evidence.recorded_ns(process):
+        yield Advice(
+            rule="small-operators",
+            what=f"{name} is called again and again, for little work each time",
+            because=(
+                f"{count(number, 'call')}, each {duration(own_ns // number)}",
+                _share(process, own_ns, evidence),
+            ),
+            do="one operator on a larger tensor instead of a loop; torch.compile, which fuses them",
+            saves_ns=own_ns,
         )
 
 
@@ -264,10 +302,35 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
     yield Advice(
         rule="stragglers",
         what=f"the other ranks wait for {process} in collectives",
-        because=(f"each for {duration(each_ns)}, {part} of the time recorded",),
+        because=(
+            f"each for {duration(each_ns)}, {part} of the time recorded",
+            *_longer_there(process, each_ns, evidence),
+        ),
         do=f"look at {process}: its data (tokens in a micro-batch), work that it does alone, its host",
         saves_ns=each_ns,
     )
+
+
+def _longer_there(process: str, each_ns: int, evidence: TraceEvidence) -> Iterator[str]:
+    """Yield in which label a process took longer than its role, if that is half of what the others waited."""
+    (role,) = {activity.info.role for activity in evidence.activities if activity.name == process}
+    times: dict[str, dict[tuple[str, ...], float]] = {}
+    for activity in evidence.activities:
+        if activity.info.role == role:
+            own = times.setdefault(activity.name, {})
+            for label in activity.content.labels:
+                own[label.path] = own.get(label.path, 0.0) + label.cpu_us
+    more: dict[tuple[str, ...], tuple[float, float]] = {}
+    mine = times.pop(process)
+    for path, us in mine.items():
+        usual = median(of.get(path, 0.0) for of in times.values()) if times else us
+        more[path] = us - usual, usual
+    most = max((extra for extra, _ in more.values()), default=0.0)
+    if most * 2000 < each_ns:
+        return
+    path = max((path for path in more if more[path][0] * 2 >= most), key=len)  # the innermost one
+    usual = more[path][1]
+    yield f"{path[-1]}: {_say(mine[path])} there, {_say(usual)} on the others"
 
 
 def uneven_work(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -410,6 +473,7 @@ RULES: tuple[Callable[[TraceEvidence], Iterable[Advice]], ...] = (
     small_kernels,
     compiled_again,
     host_data_loader,
+    small_operators,
     unpinned_copies,
     exposed_communication,
     stragglers,
