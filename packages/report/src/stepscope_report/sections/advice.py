@@ -1,7 +1,7 @@
-"""*What to do*: alarms, then what could save most.
+"""*What to do*: the advice of a report, alarms first.
 
-A rule gives advice only if the report's figures support it. It is a pure function of the figures, and its
-advice names the numbers and an upper bound of the saving.
+Each rule is a pure function of the report's figures. It returns advice if the figures support the advice,
+else None. Advice names the figures and an upper bound of the time that it could save.
 """
 
 from __future__ import annotations
@@ -106,20 +106,20 @@ RULES: Sequence[Rule] = (
 
 
 def step_advice(evidence: Evidence) -> Table[Advice]:
-    """Return the advice: alarms first, then by possible savings, and last the capture's own cost. Of equal
-    ones, the first rule's.
+    """Return the advice of all rules: alarms, then the rest by possible saving (largest first), then the
+    advice on the cost of the capture itself. Advice with equal savings keeps the order of `RULES`.
     """
     given = [advice for rule in RULES if (advice := rule(evidence)) is not None]
 
     def place(advice: Advice) -> tuple[bool, bool, int]:
-        own = advice.rule == "profiler-cost"  # no other step pays it
+        own = advice.rule == "profiler-cost"  # only captured steps pay this cost
         return own, advice.kind != "alarm", -(advice.saves_ns or 0)
 
     return Table(sorted(given, key=place))
 
 
 def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Block]:
-    """Yield what could be done, the most urgent first. Nothing if no rule speaks."""
+    """Yield the advice in order of urgency, or nothing if no rule gave any."""
     if advice:
         total_ns = report.breakdown.window_ns
         yield Remarks("What to do", tuple(_remark(item, total_ns) for item in advice))
@@ -133,7 +133,9 @@ def _remark(advice: Advice, total_ns: int) -> Remark:
 
 
 def say_change(change: SettingChange) -> str:
-    """Return `verl: trainer.balance_batch: False -> True`. An unset value has no arrow."""
+    """Return one change of a setting as text: `verl: trainer.balance_batch: False -> True`. The present value
+    and the arrow are left out if the present value is unknown.
+    """
     target = change.direction if change.suggested is None else change.suggested
     values = f"{target}" if change.present is None else f"{change.present} -> {target}"
     saving = ""
@@ -144,14 +146,16 @@ def say_change(change: SettingChange) -> str:
 
 
 def savings(advice: Advice, total_ns: int) -> str:
-    """Return `1.20 s, 12.0 %`. Empty if the advice names no savings."""
+    """Return the possible saving, as time and share of the step: `1.20 s, 12.0 %`. Empty if the advice has no
+    saving.
+    """
     if not advice.saves_ns:
         return ""
     return f"{duration(advice.saves_ns)}, {percent_of(min(advice.saves_ns, total_ns), total_ns)} %"
 
 
 def draw_advice(advice: Sequence[Advice], page: Page) -> Iterator[Html]:
-    """Yield the advice. Nothing if no rule speaks."""
+    """Yield the list of advice for the page, or nothing if no rule gave any."""
     if advice:
         items = [_item(item, page.report.breakdown.window_ns) for item in advice]
         note = "Savings are upper bounds and do not add up."

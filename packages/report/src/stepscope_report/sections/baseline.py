@@ -16,47 +16,49 @@ from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.completeness import is_running
 
 ENOUGH = 5
-"""Least number of uncaptured steps for a comparison."""
+"""Least number of uncaptured steps that a step is compared with. With fewer, the report says that they are
+too few."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """The nearest steps of the same loop and kind that were not captured. Their times are without a capture's
-    opening and closing, as `Breakdown.window_ns` is.
+    """Uncaptured steps near the captured one, of the same loop and, if possible, of the same kind. Their
+    durations contain no opening or closing of a capture, and so compare with `Breakdown.window_ns`.
     """
 
     steps: tuple[int, ...]
-    """The numbers of these steps. The first step after a capture, during which traces may have been written,
-    is included only if there are fewer than `ALONE` others."""
+    """Numbers of the uncaptured steps. The first step after a capture may be slowed by the writing of traces.
+    It is included only if there are fewer than `ALONE` other steps."""
     alike: bool
-    """False if `steps` are of other kinds, because no step near the captured one is of its kind."""
+    """False if no step near the captured one is of its kind, so that `steps` are of other kinds."""
     min_ns: int
     p50_ns: int
-    """Median time of these steps."""
+    """Median duration of the uncaptured steps, in ns."""
     p90_ns: int
-    """90th percentile by nearest rank, so it is the time of one of these steps."""
+    """90th percentile of the durations in ns, by nearest rank: the duration of one of the steps."""
     max_ns: int
     longer: int
-    """Number of these steps that took longer than the captured one."""
+    """Number of uncaptured steps that took longer than the captured step."""
     next_ns: int | None
-    """Time of the first step after the capture, or None if that is unknown, or if that step was captured
+    """Duration of the first step after the capture. None if the duration is unknown or that step was captured
     too."""
     excess_ns: int | None
-    """Time of the captured one beyond their median: what its cause took, the profiler, and chance.
-    None if its capture ended before the step did."""
+    """Duration of the captured step minus `p50_ns`. Negative if the step was shorter. None if the recording
+    ended before the step did."""
     between_ns: int | None
-    """Median time from the end of one of these steps to the start of the next: data loading, evaluation, or
-    the framework's own work. None if no two of them follow each other."""
+    """Median time between the end of an uncaptured step and the start of the next one: data loading,
+    evaluation, or other work of the framework. None if no two uncaptured steps are consecutive."""
     between_p90_ns: int | None
-    """The 90th percentile of these times."""
+    """90th percentile of the times of `between_ns`."""
     before_ns: int | None
-    """Time from the end of the step before to the opening of this capture; None if that step is unknown."""
+    """Time from the end of the previous step to the opening of this capture. None if the previous step was
+    not recorded."""
     cost_ns: int | None
-    """The cost of the capture: opening and closing it, and profilers inside the step. None for a step
-    that the flight recorder wrote, because nothing opened."""
+    """Cost of the capture: its opening, its closing, and profilers inside the step. None for a step that the
+    flight recorder wrote, because no capture was opened for that step."""
 
 
 def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
-    """Return the uncaptured steps near this one, or None if no known step compares with it."""
+    """Return the uncaptured steps near this one, or None if no comparable step is known."""
     recorder = None if timeline.manifest is None else timeline.manifest.recorder
     near = [step for step in timeline.uncaptured if recorder is None or step.step != timeline.step]
     used = comparable(near)
@@ -88,13 +90,15 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
 
 
 def between_near(timeline: Timeline) -> int | None:
-    """Return the median time between two uncaptured steps near this one; None if no two follow each other."""
+    """Return the median time between consecutive uncaptured steps near this one, or None if no two are
+    consecutive.
+    """
     times = _between(timeline)
     return middle(times) if times else None
 
 
 def _between(timeline: Timeline) -> list[int]:
-    """Return the times between two uncaptured steps near this one that follow each other, in order."""
+    """Return the times between consecutive uncaptured steps near this one, in ascending order."""
     near = {step.step: step for step in timeline.uncaptured if step.step != timeline.step}
     return sorted(
         max(0, near[number + 1].start_ns - step.start_ns - step.dur_ns)
@@ -114,8 +118,8 @@ def _cost_ns(breakdown: Breakdown) -> int:
 
 
 def _whole(timeline: Timeline) -> bool:
-    """Return whether the recording lasted as long as the step: neither an exception nor a budget ended it
-    early.
+    """Return True if the recording lasted until the end of the step: no exception and no budget ended the
+    recording before.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     cut = any(part.ended_by is not None or is_truncated(part) for part in parts if part.owner)
@@ -123,10 +127,11 @@ def _whole(timeline: Timeline) -> bool:
 
 
 def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
-    """Return the times of uncaptured steps: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`.
+    """Return the durations of uncaptured steps as text: `20 uncaptured steps (3-12, 14-23): median 4.10 s,
+    ...`.
 
     Args:
-        captured: Numbers of the captured steps that it was compared with instead, if any.
+        captured: Numbers of the captured steps that this step was compared with instead, if any.
     """
     if baseline is None and captured:
         return f"Compared with {count(len(captured), 'captured step')} near it ({numbers(captured)})"
@@ -144,7 +149,7 @@ def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
 
 
 def say_beside(baseline: Baseline | None) -> str:
-    """Compare the captured step with the uncaptured ones. Empty if there is nothing to compare with."""
+    """Return how the captured step compares with the uncaptured ones. Empty if there is no baseline."""
     if baseline is None:
         return ""
     if baseline.excess_ns is None:
@@ -165,7 +170,7 @@ def say_beside(baseline: Baseline | None) -> str:
 
 
 def say_between(baseline: Baseline | None) -> str:
-    """Return the time between two steps, in no step's account; empty below 1 % of the step."""
+    """Return the time between two steps, which belongs to no step. Empty if it is below 1 % of a step."""
     if baseline is None or baseline.between_ns is None:
         return ""
     ns, before_ns = baseline.between_ns, baseline.before_ns
@@ -176,13 +181,15 @@ def say_between(baseline: Baseline | None) -> str:
 
 
 def _few(steps: int) -> str:
-    """Return `One uncaptured step is`, `Two uncaptured steps are`, up to less than `ENOUGH`."""
+    """Return the subject and verb of `Two uncaptured steps are too few`, for any number of steps."""
     word = ("No", "One", "Two", "Three", "Four")[steps] if steps < 5 else f"{steps:,}"
     return f"{word} uncaptured step{' is' if steps == 1 else 's are'}"
 
 
 def _rank(baseline: Baseline) -> str:
-    """Return the place among several steps. Empty for one, of which the difference says all."""
+    """Return `, longer than 7 of the 9`: the place of the captured step among the uncaptured ones. Empty if
+    there is only one of them.
+    """
     number, longer = len(baseline.steps), baseline.longer
     if number == 1:
         return ""
@@ -194,10 +201,10 @@ def _rank(baseline: Baseline) -> str:
 
 
 BASELINE = Section(
-    name="baseline",  # drawn in the head of the report
+    name="baseline",  # shown in the head of the report, not as a section of its own
     compute=lambda sources: step_baseline(sources.timeline, sources.value_of(BREAKDOWN)),
 )
 COMPARED: Section[tuple[int, ...]] = Section(
-    name="compared",  # drawn in the head of the report
+    name="compared",  # shown in the head of the report, not as a section of its own
     compute=lambda sources: tuple(sorted(step.step for step in sources.near)),
 )

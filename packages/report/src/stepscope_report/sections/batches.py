@@ -1,4 +1,6 @@
-"""Forward passes of each replica by batch size: the measured service curve, and the thin end of a rollout."""
+"""*Batches*: forward passes of each inference engine by batch size, and the end of the rollout, in which
+batches are small.
+"""
 
 from __future__ import annotations
 
@@ -26,62 +28,63 @@ if TYPE_CHECKING:
 
 
 class BatchSize(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes that served between `least` and `most` requests."""
+    """Forward passes with at least `least` and at most `most` requests."""
 
     least: int
     most: int
     passes: int
     ns: int
-    """Sum of their durations."""
+    """Sum of the durations of these passes, in ns."""
     tokens: int
-    """Tokens that they wrote."""
+    """Output tokens of these passes."""
     per_s: float
-    """Tokens per second of these passes."""
+    """Output tokens per second in these passes, for the whole batch."""
     per_s_each: float
-    """Tokens per second of one of their requests."""
+    """Output tokens per second of one request in these passes."""
 
 
 class Batches(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of one engine of a replica."""
+    """Forward passes of one engine of a replica."""
 
     replica: int
     dp: int | None
     """Number of the data-parallel engine, or None if the replica has one engine."""
     passes: int
     dropped: int
-    """Passes beyond `engine.passes`, which were not noted."""
+    """Number of passes that the recorder did not keep, because there were more than the setting
+    `engine.passes`."""
     requests: int
     linked: int
-    """Number of requests that a span of a trajectory names."""
+    """Number of requests that a recorded span of a trajectory names."""
     preemptions: int
     busy_ns: int
-    """Time in which a pass ran."""
+    """Time in which a pass ran, in ns."""
     prefill_ns: int
-    """The part of it in passes that only read prompts. `sizes` leaves these passes out."""
+    """Time in passes that only prefilled. `sizes` does not contain these passes."""
     held_ns: int
-    """The part of `prefill_ns` in which requests that had begun to write waited for their next token."""
+    """The part of `prefill_ns` in which other requests that were already decoding had to wait."""
     waiting_ns: int
-    """Time of passes during which requests waited in the engine's queue."""
+    """Sum of the durations of passes during which requests waited in the engine's queue."""
     limit: int | None
-    """Number of requests that the engine served whenever others waited, or None if it varied or none
-    waited."""
+    """Number of requests that ran in every pass during which others waited: the engine's limit. None if the
+    number varied, or if no request ever waited."""
     demand: int
-    """Largest number of requests that ran or waited at once."""
+    """Largest number of requests that were running or waiting at the same time."""
     kv_use: float | None
-    """The largest used part of the KV cache, from 0 to 1, or None if unknown."""
+    """Largest used share of the KV cache, from 0 to 1. None if unknown."""
     computed: int
-    """Tokens that all passes computed, of prompts and of outputs."""
+    """Tokens that all passes computed: prompt tokens and output tokens."""
     tokens: int
-    """Tokens that all passes wrote."""
+    """Output tokens of all passes."""
     sizes: tuple[BatchSize, ...]
     rollout_ns: int
-    """Time from the first pass of any engine of the step to the last one's end."""
+    """Time from the start of the first pass of any engine in this step to the end of the last pass."""
     thin_ns: int
-    """The end of that time, from the last pass with at least `FEW` requests on this engine."""
+    """Time from the end of this engine's last pass with at least `FEW` requests to the end of the rollout."""
 
 
 def step_batches(timeline: Timeline) -> tuple[Batches, ...]:
-    """Return the passes of each engine by batch size. Empty if none were noted."""
+    """Return the passes of each engine by batch size. Empty if no engine recorded its passes."""
     known = [engine for engine in timeline.passes if engine.begins_ns]
     if not known:
         return ()
@@ -135,7 +138,7 @@ def _batches(engine: EnginePasses, linked: int, several: bool, first_ns: int, la
 
 
 def _sizes(passes: Sequence[tuple[int, int, int]]) -> Iterator[BatchSize]:
-    """Yield the batch sizes of passes: (requests, duration in ns, tokens written) each."""
+    """Group passes by batch size. Each pass is (requests, duration in ns, output tokens)."""
     bounds = edges(max((requests for requests, _, _ in passes), default=1))
     bins: dict[int, list[tuple[int, int, int]]] = {}
     for own in passes:
@@ -161,7 +164,7 @@ _COLUMNS = (
 
 
 def batches_blocks(batches: Sequence[Batches], report: StepReport) -> Iterator[Block]:
-    """Yield the passes of each engine by batch size."""
+    """Yield a table of the passes of each engine by batch size."""
     if batches:
         rows = tuple(row for engine in batches for row in _rows(engine))
         yield TextTable("Batches", _COLUMNS, rows, " ".join(_sentences(batches)), "line")
@@ -190,8 +193,8 @@ def _rows(engine: Batches) -> Iterator[tuple[str, ...]]:
 
 
 def thin_end(batches: Sequence[Batches]) -> tuple[int, str] | None:
-    """Return the end of the rollout in which every replica served fewer than `FEW` requests: its ns, and a
-    sentence. None if there is none, or they never served more.
+    """Return the end of the rollout in which every engine ran fewer than `FEW` requests per pass, as (ns,
+    sentence). None if there is no such end, or if no engine ever ran more.
     """
     thin_ns = min((engine.thin_ns for engine in batches), default=0)
     if not 0 < thin_ns < batches[0].rollout_ns:

@@ -1,4 +1,8 @@
-"""*Where it went*: every nanosecond of the step, by role and stage."""
+"""*Where it went*: every nanosecond of the step, by role and stage.
+
+This file is longer than 500 lines because the numbers of a section, its tables and its chart are read
+together.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +40,27 @@ if TYPE_CHECKING:
 _SHOWN_GAPS = 3
 """Number of gaps that are shown, the largest first."""
 _LEAST = 100
-"""Unaccounted time is split by gaps if it is at least one part in this many of the step."""
+"""Gaps are shown if unaccounted time is at least 1 / `_LEAST` of the step."""
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """The sum of all stretches without a span between the same two stages."""
+    """All stretches without a span that lie between the same two stages, added up."""
 
     before: Label | None
-    """(role, stage) of the span that ended when the gap began; None if the step began then."""
+    """(role, stage) of the span that ended before the gap; None if the gap begins with the step."""
     after: Label | None
-    """The label of the span that began when the gap ended; None if the step ended then."""
+    """(role, stage) of the span that began after the gap; None if the gap lasts to the end of the step."""
     wall_ns: int
     count: int
 
 
 class Stretch(NamedTuple):
-    """A part of the window in which no interval runs."""
+    """A part of a time window in which no interval runs."""
 
     start_ns: int
     end_ns: int
     before: int | None
-    """Index of the interval that ended when the gap began; None if the window began then."""
+    """Index of the interval that ended when the stretch began; None if the window began then."""
     after: int | None
 
     @property
@@ -80,7 +84,7 @@ def find_stretches(intervals: Sequence[Interval], start_ns: int, end_ns: int) ->
 
 
 def _sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap, ...]:
-    """Sum (before, after, ns) by the two stages around each gap, the longest sum first."""
+    """Add up gaps (before, after, ns) with the same two stages around them; the longest sum comes first."""
     wall_ns, numbers = Counter[tuple[Label | None, Label | None]](), Counter[object]()
     for before, after, ns in gaps:
         wall_ns[before, after] += ns
@@ -92,7 +96,7 @@ def _sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap
 
 
 def name_gap(gap: Gap) -> str:
-    """Say where the gap lies: `between actor update_actor and rollout load_weights`."""
+    """Return the position of the gap as text: `between actor update_actor and rollout load_weights`."""
     before, after = (None if label is None else " ".join(label) for label in (gap.before, gap.after))
     if before is None and after is None:
         return "from the step's begin to its end"
@@ -105,63 +109,71 @@ LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the account."""
+    """One line of the breakdown: a stage, the profiler, or unaccounted time."""
 
     kind: LineKind
-    """Kind of the line. `profiler`: time in which engines served nothing because of their own profiler, and
-    the windows of stages. `unaccounted`: time in which no span ran."""
+    """Kind of the line. `profiler`: time in which an engine served nothing because its own profiler started
+    or wrote, and time in which the profilers of single stages were opened or closed. `unaccounted`: time in
+    which no span ran."""
     role: str | None = None
     stage: str | None = None
     wall_ns: int
-    """Time of the step that is billed to the line."""
+    """The line's share of the step, in ns. Time in which several stages ran is split equally among these
+    stages."""
     alone_ns: int
-    """The part that the line did not share with others."""
+    """Part of `wall_ns` in which no other stage ran."""
     active_ns: int
-    """Time in which the stage ran at all. The excess over `wall_ns` was shared with other stages or hidden
-    behind them."""
+    """Time in which the stage ran, whether alone or not. The difference to `wall_ns` was billed to other
+    stages."""
     waits: bool = False
-    """True if the stage waits and does no work; it is billed only while no work runs."""
+    """True if the stage only waits. Its time counts only where no other stage works."""
     outside_engine: bool = False
-    """True if the phases of a request are below the stage. Its own time is then transport and event loop."""
+    """True if the stage is the call of an engine whose request phases are recorded below the call. The
+    stage's own time is then transport and event loop."""
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages that ran at the same time and share this time equally."""
+    """Stages that ran at the same time, and the time for which they did. Each is billed an equal part of that
+    time.
+    """
 
     stages: tuple[Label, ...]
     wall_ns: int
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """The account of one step."""
+    """The account of one step: its time by role and stage."""
 
     window_ns: int
-    """Time from the end of the capture's opening to the start of its closing: the step alone, 100 %, and the
-    sum of the lines."""
+    """Duration of the step alone, from the end of the capture's opening to the start of its closing. The
+    lines add up to this time, which is 100 %."""
     opening_ns: int
-    """Time in which the owner opened the capture, before the step; of several owners, the slowest one's."""
+    """Time that the owner took to open the capture, before the step. If there are several owners, the slowest
+    one's."""
     closing_ns: int
-    """Time in which the owner closed the capture, after the step; of several owners, the slowest one's."""
+    """Time that the owner took to close the capture, after the step. If there are several owners, the slowest
+    one's."""
     total_ns: int
-    """Opening, step and closing together: the time that passed for the code around the capture."""
+    """Sum of opening, step and closing: the time that the code around the capture saw."""
     lines: tuple[Line, ...]
-    """Stages by share, then the profiler if it took some of the step, then the unaccounted time."""
+    """Stages by share, the largest first; then the profiler, if it took time within the step; then the
+    unaccounted time."""
     overlaps: tuple[Overlap, ...]
     """Stages that ran at the same time, the longest overlap first."""
     gaps: tuple[Gap, ...]
-    """The parts of the unaccounted time, the longest first. They add up to all of it."""
+    """Parts of the unaccounted time, the longest first. They add up to all unaccounted time."""
     stalled_ns: int = 0
-    """The part of the step in which an engine's work waited for the engine's own profiler."""
+    """Part of the step in which an engine's requests waited for the engine's own profiler."""
     stalled_most_ns: int = 0
-    """Upper bound of `stalled_ns`: the value if all work whose spans name no replica waited for a replica
-    that wrote."""
+    """Upper bound of `stalled_ns`. It counts requests whose spans name no replica as if each had waited for a
+    replica whose profiler was writing."""
     left_out: tuple[str, ...]
-    """Unaligned processes. The times of their spans in the step are unknown, so that no line contains
-    them."""
+    """Names of processes with an unaligned clock. No line contains their spans, because the place of these
+    spans in the step is unknown."""
 
 
 def step_breakdown(timeline: Timeline) -> Breakdown:
-    """Return the account of the owner's wall clock during the capture, by role and stage."""
+    """Return the account of the step on the owner's clock, by role and stage."""
     window = timeline.window
     work = work_of(timeline, range(len(timeline.spans)))
     shares = divide_work(timeline, work, window.start_ns, window.end_ns)
@@ -202,8 +214,8 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
 
 
 def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
-    """Bill the time between the two ends of a weight sync to that sync. Return the stretches that remain
-    unaccounted.
+    """Bill the stretches between the trainer's and the engine's end of a weight sync to a stage `TRANSFER`.
+    Return the other stretches, which remain unaccounted.
     """
 
     def label_of(index: int | None) -> Label | None:
@@ -239,13 +251,13 @@ def _other(kind: LineKind, ns: int) -> Line:
 
 
 BETWEEN = "+ between steps"
-"""The line below the account: the time from the end of a step to the start of the next."""
+"""Name of the line below the table for the time between the end of a step and the start of the next."""
 BESIDE = "+ opening, closing"
-"""The line below the account: what the capture took before the step and after it."""
+"""Name of the line below the table for the time that the capture took before and after the step."""
 
 
 def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block]:
-    """Yield the account, its gaps, and the stages that ran at the same time."""
+    """Yield the account, its gaps, and the stages that ran at the same time, as blocks for the terminal."""
     yield account_table(breakdown, between_ns(report))
     if gaps := gap_table(breakdown):
         yield gaps
@@ -254,7 +266,7 @@ def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block
 
 
 def between_ns(report: StepReport) -> int | None:
-    """Return the time between two steps if it is 1 % of the step or more."""
+    """Return the median time between two steps, or None if it is below 1 % of the step or unknown."""
     baseline = report.baseline
     if baseline is None or baseline.between_ns is None or baseline.between_ns * 100 < baseline.p50_ns:
         return None
@@ -262,10 +274,10 @@ def between_ns(report: StepReport) -> int | None:
 
 
 def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTable:
-    """Return the share of each stage. The lines add up to the step.
+    """Return the table of the shares of all stages, which add up to the step.
 
     Args:
-        between_ns: Time between two steps, shown below the step.
+        between_ns: Time between two steps, shown in a line below the step.
     """
     shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
     whole_ns, small = breakdown.window_ns, smaller_stages(breakdown)
@@ -302,7 +314,9 @@ def _account_row(line: Line, share: str) -> tuple[str, ...]:
 
 
 def gap_table(breakdown: Breakdown) -> TextTable | None:
-    """Return the largest gaps and the sum of the others. None if unaccounted time is next to nothing."""
+    """Return the table of the largest gaps and the sum of the others. None if unaccounted time is below 1 %
+    of the step.
+    """
     unaccounted_ns = sum(gap.wall_ns for gap in breakdown.gaps)
     if unaccounted_ns * _LEAST < max(breakdown.window_ns, 1):
         return None
@@ -319,7 +333,9 @@ def gap_table(breakdown: Breakdown) -> TextTable | None:
 
 
 def overlap_table(breakdown: Breakdown, most: int) -> TextTable:
-    """Return the stages that an instant was split among, the longest `most` of them by name."""
+    """Return the table of stages that ran at the same time, with a row for each of the longest `most`
+    combinations.
+    """
     longest, rest = breakdown.overlaps[:most], breakdown.overlaps[most:]
     shares = percents([overlap.wall_ns for overlap in longest], breakdown.window_ns)
     rows = [
@@ -340,8 +356,8 @@ OVERVIEW_NOTES = (
 
 
 def overview_cells(report: StepReport) -> tuple[str, ...]:
-    """Return the durations of the step, of uncaptured steps, and of the capture beside the step; the
-    unaccounted time; and `yes` or `no` for a complete step.
+    """Return the step's cells in the overview of a run: the durations of the step, of an uncaptured step, and
+    of the capture's opening and closing; the unaccounted share; and `yes` or `no` for a complete step.
     """
     breakdown, health = report.breakdown, report.health
     usual_ns = None if report.baseline is None else report.baseline.p50_ns
@@ -352,7 +368,7 @@ def overview_cells(report: StepReport) -> tuple[str, ...]:
 
 
 def say_outside(breakdown: Breakdown) -> str:
-    """Return the time of the capture before and after the step, which uncaptured steps do not spend."""
+    """Return a sentence on the time that opening and closing the capture took."""
     return (
         f"The capture took {duration(breakdown.opening_ns)} to open before the step and "
         f"{duration(breakdown.closing_ns)} to close after it; other steps do not pay that."
@@ -360,7 +376,7 @@ def say_outside(breakdown: Breakdown) -> str:
 
 
 def remark(line: Line) -> str:
-    """Return what stands behind the name of a stage that waits, or that is the call of an engine."""
+    """Return the remark behind a stage's name: ` (waiting)`, ` (outside the engine)`, or nothing."""
     return " (waiting)" if line.waits else " (outside the engine)" if line.outside_engine else ""
 
 
@@ -371,20 +387,22 @@ def _say_calls(breakdown: Breakdown, before: str) -> str:
 
 
 def say_left_out(breakdown: Breakdown) -> str:
-    """Name the first few of the processes that no line contains."""
+    """Return a sentence that names the processes that no line contains, up to `LISTED` of them."""
     names = breakdown.left_out
     more = "" if len(names) <= LISTED else f" and {len(names) - LISTED:,} more"
     return f"Not in here, because their clocks are unaligned: {', '.join(names[:LISTED])}{more}"
 
 
 LINES = 24
-"""Up to this many stages have a bar each; of more, the smallest ones share a bar."""
+"""Largest number of stages with a bar of their own; all further ones share one bar."""
 SMALL = 1000
-"""A stage below this part of the step (0.1 %) is in the bar of the smaller stages."""
+"""Stages below 1 / `SMALL` of the step share one bar."""
 
 
 def smaller_stages(breakdown: Breakdown) -> list[Line]:
-    """Return the stages that share one line: below 0.1 % of the step, or behind the first `LINES`."""
+    """Return the stages that share one bar: those below 1 / `SMALL` of the step and those after the first
+    `LINES`.
+    """
     stages = [line for line in breakdown.lines if line.kind == "stage"]
     small = [
         line for at, line in enumerate(stages) if at >= LINES or line.wall_ns * SMALL < breakdown.window_ns
@@ -393,19 +411,21 @@ def smaller_stages(breakdown: Breakdown) -> list[Line]:
 
 
 def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
-    """Return the account as bars, the longest first."""
+    """Return the account as horizontal bars, the longest first."""
     return (account_bars(breakdown, page.colours, between_ns(page.report)),)
 
 
 def draw_when(page: Page) -> Html:
-    """Return the chart of who ran what, when."""
+    """Return the chart of the calls of each process over time."""
     chart = draw_gantt(page.timeline, page.report.stages)
     path = blend_short(path_marks(page.report.critical_path), chart.shortest_ns)
     return gantt(chart, page.colours, path)
 
 
 def account_bars(breakdown: Breakdown, colours: Colours, between_ns: int | None = None) -> Html:
-    """Return the account: a bar for each stage of 0.1 % or more, the longest first, and one for the rest."""
+    """Return the account as bars: one for each stage of 0.1 % or more, the longest first, and one for all
+    smaller ones.
+    """
     whole_ns = breakdown.window_ns
     shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
     longest_ns = max([line.wall_ns for line in breakdown.lines], default=0)

@@ -1,11 +1,11 @@
-"""The cause of a slow step, in one sentence: the first line of a report.
+"""The cause of a slow step, as one sentence: the first line of a report.
 
-`suspects.suspects_of` finds suspects within the step. `explain` compares the step with the captured steps
-near it (`near`) and with the uncaptured ones (`baseline`), adds what grew, and puts all in order.
-`Holds.unless_held` drops a suspect whose calls may only have lacked a core, and names what held it if that is
-known. `step_cause` takes the first one.
+`suspects.suspects_of` finds suspects within the step. `explain` compares the step with captured steps near it
+(`near`) and with uncaptured ones (`baseline`), adds stages that took longer than there, and orders all
+suspects. `Holds.unless_held` drops a suspect whose calls may only have lacked a free core, or names the
+program that took the cores. `step_cause` makes the first suspect the cause.
 
-One file above 500 lines: what is chosen as the cause is what the sentence says.
+This file is longer than 500 lines because the choice of a cause and its sentence belong together.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from stepscope_report.suspects import (
 from stepscope_report.timeline import Timeline
 
 OTHERS = 4
-"""Largest number of further causes that are kept."""
+"""Largest number of further causes that a report keeps."""
 _LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-collective"})
 _SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
-"""Kinds that no step should have, whatever its neighbours have."""
+"""Kinds that are never normal, even if the neighbouring steps have them too."""
 _NOT_OF_CORES: frozenset[CauseKind] = frozenset({"slow-host", "between-steps", "profiler"})
-"""Further kinds that stand beside an excess that the lack of cores may explain."""
+"""Further kinds that are kept when a lack of cores may explain the step's excess."""
 
 
 class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,18 +61,18 @@ class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls, a rank or a process that took longer than similar ones."""
+    """Calls, a rank or a process that took longer than similar ones: a possible cause."""
 
     kind: CauseKind
     ns: int | None
     """Time by which the step would be shorter without the excess, from a replay of the critical path. None if
-    it is unknown whether the step waited."""
+    it is unknown whether the step waited for the slow part."""
     longer_ns: int
     """Time by which the slow part itself was longer."""
     took_ns: int | None
     """Time of the slow part, or None if no span measures it."""
     usual_ns: int | None
-    """The usual time of the same work; the sentence names its source. None if unknown."""
+    """Usual time of the same work, or None if unknown. `sentence` says what it was compared with."""
     process: CauseProcess | None
     role: str | None
     stage: str | None
@@ -87,19 +87,19 @@ class Cause(OtherCause, frozen=True, kw_only=True):
     """The cause of a slow step."""
 
     others: tuple[OtherCause, ...] = ()
-    """The next causes. Their savings do not add up."""
+    """The next causes, by importance. Their possible savings do not add up."""
 
 
 class Explained(NamedTuple):
-    """The suspects of a step, and the steps that it was compared with."""
+    """The suspects of a step, and the steps that the step was compared with."""
 
     suspects: Sequence[Suspect]
     unexplained_ns: int | None
-    """Part of the step's excess that no stage explains, or None if there is no step to compare with."""
+    """Part of `excess_ns` that no stage explains. None if there is no step to compare with."""
     usual_ns: int | None
     excess_ns: int | None
     steps: Sequence[int]
-    """Numbers of the steps that it was compared with."""
+    """Numbers of the steps that this step was compared with."""
 
 
 def explain(
@@ -111,14 +111,16 @@ def explain(
     profiler_ns: int = 0,
     busy_hosts: Sequence[BusyHost] = (),
 ) -> Explained:
-    """Return the suspects of a step, compared with similar calls in the step and with the neighbouring steps.
+    """Return the suspects of a step, in order of importance.
+
+    They come from similar calls within the step and from comparison with neighbouring steps.
 
     Args:
-        suspects: Suspects found within the step alone.
-        baseline: Neighbouring steps that were not captured.
-        near: Neighbouring steps that were captured.
-        profiler_ns: Time that profilers took inside the step.
-        busy_hosts: Hosts whose cores were all busy.
+      suspects: Suspects found within the step alone.
+      baseline: Neighbouring steps that were not captured.
+      near: Neighbouring steps that were captured.
+      profiler_ns: Time that profilers took inside the step.
+      busy_hosts: Hosts whose cores were all busy.
     """
     window_ns = max(1, timeline.window.wall_ns)
     usual_ns, steps = _usual(path, baseline, near)
@@ -137,7 +139,8 @@ def explain(
     grown = list(filter(None, map(holds.unless_held, longer)))
     blocks = [one for one in found if one.kind == "event-loop"]
     within = [] if near else found
-    """Suspects within the step, unless captured neighbours could show them too."""
+    """Suspects within the step that count as an explanation of its excess: none if captured neighbours exist,
+    because these may have the same suspects."""
     host = holds.busy_host(path)
     grown = [one for one in _joined(grown) if not _stood_still(one, found)]
     known = any(
@@ -163,7 +166,7 @@ def explain(
         )
     grows = {one.label for one in grown}
     ordered = ranked(found)
-    if near:  # what is as long in its neighbours does not explain why this one is longer
+    if near:  # a part that took as long in the neighbouring steps does not explain this one
         ordered.sort(
             key=lambda one: one.label is not None and one.label not in grows and one.kind not in _SURE
         )
@@ -175,8 +178,9 @@ def explain(
 
 
 def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int | None]:
-    """Return the stage that takes most of the critical path, and that time, if no line of the recorder tells
-    its usual time: it is in no top span of the owner. Else two None.
+    """Return the stage with the most time on the critical path, and that time, if the time is at least
+    `least_ns` and uncaptured steps do not record this stage (it is no top span of the owner). Else return
+    (None, None).
     """
     times, known = near_step(path).path_ns, top_stages(path.graph.timeline)
     label = max(times, key=lambda label: times[label], default=None)
@@ -186,8 +190,8 @@ def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int |
 
 
 def _longest_gap(path: StepPath, least_ns: int) -> str:
-    """Return the longest stretch of the critical path in no span, and the stages around it. Empty if it is
-    shorter than `least_ns`.
+    """Return a phrase on the longest stretch of the critical path in which no span ran, with the stages
+    around it. Empty if the stretch is shorter than `least_ns`.
     """
     graph, names = path.graph, ToolNames(path.graph.timeline)
     stages = [graph.span_of(piece.node) for piece in path.pieces]
@@ -206,7 +210,7 @@ def _longest_gap(path: StepPath, least_ns: int) -> str:
 
 
 def _stood_still(grown: Suspect, found: Sequence[Suspect]) -> bool:
-    """Return whether a call of the process was longer because another one blocked its event loop."""
+    """Return True if a call took longer because another call blocked the event loop of its process."""
     return any(
         one.kind == "event-loop" and one.process == grown.process and grown.longer_ns * 4 <= one.longer_ns * 5
         for one in found
@@ -214,7 +218,7 @@ def _stood_still(grown: Suspect, found: Sequence[Suspect]) -> bool:
 
 
 def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
-    """Return the suspects, with one for all stages that are longer because an engine preempted requests."""
+    """Return the suspects, with all stages that took longer because of preempted requests joined into one."""
     preempted = [one for one in grown if one.kind == "preemption"]
     if not preempted:
         return list(grown)
@@ -224,12 +228,12 @@ def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
 
 
 def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
-    """Yield the time since the step before, if it is longer than between most other steps."""
+    """Yield the time since the previous step, if it is longer than nine tenths of the times between steps."""
     if baseline is None or baseline.before_ns is None or not baseline.between_ns:
         return
     before_ns, usual_ns, most_ns = baseline.before_ns, baseline.between_ns, baseline.between_p90_ns or 0
     longer_ns = before_ns - usual_ns
-    capture_ns = baseline.cost_ns or 0  # and if the step before was captured too, it closed in that time
+    capture_ns = baseline.cost_ns or 0  # a captured previous step also closes its capture in this time
     if longer_ns * 10 >= window_ns and longer_ns > 2 * capture_ns and is_longer(before_ns, most_ns):
         beside = "between most others"
         yield Suspect("between-steps", longer_ns, longer_ns, None, 0, before_ns, usual_ns, beside)
@@ -242,7 +246,7 @@ def _usual(
         return baseline.p50_ns, baseline.steps
     if near and path.graph.timeline.window.closed:
         return middle(step.wall_ns for step in near), [step.step for step in near]
-    if baseline is not None and baseline.excess_ns is not None:  # neighbours without what this step did
+    if baseline is not None and baseline.excess_ns is not None:  # the neighbours are of another kind
         grown = _grown_at_the_top(path, baseline, path.graph.timeline.regular)
         new_ns = sum(one.longer_ns for one in grown if one.usual_ns == 0)
         if new_ns * 2 >= baseline.excess_ns:
@@ -251,29 +255,33 @@ def _usual(
 
 
 def _varies_ns(baseline: Baseline | None) -> int:
-    """Return by how much nine tenths of the step's neighbours vary; 0 if too few are known."""
+    """Return the 90th percentile of the uncaptured steps' durations minus the median, in ns. 0 if fewer than
+    `ENOUGH` of them are known.
+    """
     if baseline is None or not baseline.alike or len(baseline.steps) < ENOUGH:
         return 0
     return baseline.p90_ns - baseline.p50_ns
 
 
 def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearStep]) -> bool:
-    """Return whether the step is longer than nine tenths of its neighbours, by as much as these vary."""
+    """Return True if the step is longer than nearly all of its neighbours: longer than the uncaptured ones'
+    90th percentile plus that percentile's distance from their median, or than every captured one.
+    """
     if baseline is not None and baseline.alike and baseline.excess_ns is not None:
         return window_ns > baseline.p90_ns + (baseline.p90_ns - baseline.p50_ns)
     return all(is_longer(window_ns, step.wall_ns) for step in near)
 
 
 def _is_known(grown: Suspect, found: Sequence[Suspect], within: Sequence[Suspect]) -> bool:
-    """Return whether a suspect of the same stage, or one within the step, explains half of a stage's
-    growth.
+    """Return True if another suspect already explains half of a stage's growth: any suspect in `within`, or
+    one of the same stage in `found`.
     """
     half = any((one.ns or 0) * 2 >= grown.longer_ns for one in within)
     return half or any(one.label == grown.label and one.longer_ns * 2 >= grown.longer_ns for one in found)
 
 
 def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Yield the stages that take more of the critical path than in the neighbouring steps."""
+    """Yield the stages that have more time on the critical path than in the captured neighbouring steps."""
     timeline, graph = path.graph.timeline, path.graph
     own, names = near_step(path), ToolNames(timeline)
     steps = numbers(step.step for step in near)
@@ -299,7 +307,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
         longer = is_longer(call.dur_ns or 0, usual_call_ns)
-        cut_off = any(  # by the death of its process: it took longer than was seen
+        cut_off = any(  # by the death of its process, so its real duration is unknown
             names.label_of(span) == label
             for span in timeline.spans
             if span.end_ns is None and timeline.processes[span.process].closed_ns is None
@@ -331,7 +339,9 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
 
 
 def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence[NearStep]) -> list[int]:
-    """Return the processes in which a stage grew by at least half of the most that it grew by in any."""
+    """Return the processes in which a stage grew by at least half as much as in the process with the most
+    growth.
+    """
     grew = {
         index: own.rank_ns[label, process.name]
         - middle(step.rank_ns.get((label, process.name), 0) for step in near)
@@ -345,13 +355,13 @@ def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence
 def _grown_at_the_top(
     path: StepPath, baseline: Baseline | None, except_of: Set[str] = frozenset()
 ) -> Iterator[Suspect]:
-    """Yield the stages of the owner's top spans that took longer than in the recorder's lines.
+    """Yield the owner's top stages that took longer than in the uncaptured neighbouring steps.
 
-    The step is longer by their growth, but at most by what they take of the critical path. What is known of a
-    wait is only its growth, because the path leads to what it waited for.
+    A stage's growth counts up to the stage's time on the critical path. For a stage that only waits the whole
+    growth counts, because the critical path does not run through waits.
 
     Args:
-        except_of: Stages to leave out: `role/stage`.
+      except_of: Stages to leave out, as `role/stage`.
     """
     timeline, on_path = path.graph.timeline, _top_on_path(path)
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
@@ -375,7 +385,7 @@ def _grown_at_the_top(
             kind = _kind_of((role, stage), waits=waits)
             yield Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
             continue
-        # All of the stage took less than this part of it: the part grew by at least the difference.
+        # The whole stage took less in the neighbours than this part takes here: the difference is growth.
         label, process, part_ns = part
         grew_ns = part_ns - usual_ns
         beside = f"in all of {role} {stage} {beside}"
@@ -383,8 +393,8 @@ def _grown_at_the_top(
 
 
 def _grown_part(path: StepPath, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
-    """Return the stage that is on the critical path for at least `least_ns` during a top stage of the owner,
-    its process (None if it is in several), and that time. None if there is no such stage.
+    """Return (stage, process, ns on the critical path) of the longest stage below a top stage of the owner.
+    The process is None if several ran the stage. Return None if it has less than `least_ns`.
     """
     names, during = ToolNames(path.graph.timeline), _top_extents(path.graph.timeline)["/".join(top)]
     on_path, processes = defaultdict[Label, list[Pair]](list), defaultdict[Label, set[int]](set)
@@ -401,7 +411,7 @@ def _grown_part(path: StepPath, top: Label, least_ns: int) -> tuple[Label, int |
 
 
 def _top_extents(timeline: Timeline) -> Mapping[str, list[Pair]]:
-    """Return {`role/stage` of the owner's top spans: their extents}."""
+    """Return the (start, end) pairs of the owner's top spans by `role/stage`."""
     extents = defaultdict[str, list[Pair]](list)
     for span in timeline.spans:
         if span.process == 0 and (span.parent is None or timeline.spans[span.parent].process != 0):
@@ -410,8 +420,9 @@ def _top_extents(timeline: Timeline) -> Mapping[str, list[Pair]]:
 
 
 def _top_on_path(path: StepPath) -> Counter[str]:
-    """Return {`role/stage` of a top span: ns of the critical path in it and below it}. What other processes
-    did below no span of the owner, for want of a carrier, is of the spans that the owner was in.
+    """Return the ns of the critical path by top span of the owner (`role/stage`), including work below that
+    span. Work of other processes without a parent span of the owner counts for the top spans that ran at the
+    time.
     """
     spans, on_path, elsewhere = path.graph.timeline.spans, Counter[str](), list[Pair]()
     for piece in path.pieces:
@@ -436,7 +447,7 @@ def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
 
 
 def step_cause(timeline: Timeline, explained: Explained) -> Cause | None:
-    """Return the cause of a slow step, or None if nothing in it is unusual."""
+    """Return the cause of a slow step, or None if the step has no suspects."""
     if not explained.suspects:
         return None
     names = ToolNames(timeline)
@@ -470,7 +481,9 @@ def _other(timeline: Timeline, suspect: Suspect, names: ToolNames) -> OtherCause
 
 
 def _say_length(timeline: Timeline, explained: Explained) -> str:
-    """Return `1.16 s, 853 ms longer than usual`, or `1.16 s (usual: 1.15 s)`. One step is not the usual."""
+    """Return the step's duration beside the usual one: `1.16 s, 853 ms longer than usual` or `1.16 s (usual:
+    1.15 s)`. With one step to compare with, its number replaces `usual`.
+    """
     took = duration(timeline.window.wall_ns)
     if explained.usual_ns is None or explained.excess_ns is None:
         return took
@@ -481,7 +494,7 @@ def _say_length(timeline: Timeline, explained: Explained) -> str:
 
 
 def _say(timeline: Timeline, suspect: Suspect) -> str:
-    """Return the clause that names the slow part, the usual time and the place."""
+    """Return the clause that names the slow part, its usual time and its process."""
     if suspect.kind == "between-steps":
         took, usual = duration(suspect.took_ns), duration(suspect.usual_ns)
         return f"before it, {took} passed in no step ({usual} {suspect.beside})"
@@ -550,7 +563,9 @@ def _where(timeline: Timeline, suspect: Suspect) -> str:
 
 
 def _waited(suspect: Suspect) -> str:
-    """Return the clause on the time that the step would save, if that differs from the excess itself."""
+    """Return the clause on how much shorter the step would be. Empty if that equals the growth of the slow
+    part.
+    """
     if suspect.ns is None:
         return "; whether the step waited for it is not known"
     met = suspect.label is not None and suspect.awaited_in is not None
@@ -595,8 +610,8 @@ def _suspects(sources: Sources) -> list[Suspect]:
 
 
 def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
-    """Yield the rank for which others waited in the collectives of their traces, unless it is known from
-    spans.
+    """Yield the rank that others waited for in the collectives of their traces, unless its process is in
+    `known`.
     """
     if not sources.activities:
         return
@@ -615,8 +630,8 @@ def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
 
 
 def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:
-    """Yield the processes on the critical path whose event loop was blocked, or which the garbage collector
-    stopped.
+    """Yield the processes on the critical path that were stopped by a blocked event loop or by Python's
+    garbage collector.
     """
     if counters is None:
         return
@@ -655,10 +670,10 @@ PARTS: Section[Sequence[OtherCause]] = Section(
         _other(sources.timeline, one, ToolNames(sources.timeline)) for one in sources.value_of(SUSPECTS)
     ),
 )
-"""The causes within the step, for advice."""
+"""The causes found within the step alone, on which advice is based."""
 _EXPLAINED = Section(name="_explained", compute=_explained)
 CAUSE = Section(
-    name="cause",  # drawn in the head of the report
+    name="cause",  # shown in the head of the report, not as a section of its own
     compute=lambda sources: step_cause(sources.timeline, sources.value_of(_EXPLAINED)),
 )
 UNEXPLAINED = Section(
@@ -668,9 +683,9 @@ UNEXPLAINED = Section(
 
 
 def cause_of(timeline: Timeline, near: Sequence[NearStep] = ()) -> Cause | None:
-    """Return the cause of a slow step, as its report has it.
+    """Return the cause of a slow step, the same as in its report.
 
     Args:
-        near: Other captured steps of its kind, from `Neighbours`.
+      near: Other captured steps of the same kind, from `Neighbours`.
     """
     return Sources(timeline, None, near).value_of(CAUSE)

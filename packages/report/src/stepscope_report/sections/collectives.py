@@ -1,8 +1,9 @@
-"""*Collectives*: size, algorithm bandwidth and bus bandwidth by process group.
+"""*Collectives*: size, algorithm bandwidth and bus bandwidth of collective calls, by process group.
 
-The formulas are those of nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is the size by the time, and
-the bus bandwidth is that times a factor for what crosses a link. A call lasts until the last rank has
-entered: the mean has waiting in it, and the fastest call says most of the network.
+The formulas are those of nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is size divided by time. Bus
+bandwidth is algorithm bandwidth times a factor that depends on the operation and the number of ranks. A call
+includes the wait for the last rank to enter, so the mean contains waiting, and the fastest call is closest to
+the speed of the network.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 Reach: TypeAlias = Literal["one host", "several hosts"]
 _REACHES: tuple[Reach, Reach] = ("one host", "several hosts")
 KEPT = 64
-"""Number of rows that a report keeps, those with the most time."""
+"""Number of rows that a report keeps: those with the most total time."""
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of one collective in one process group with one size, over all processes with a trace."""
+    """All calls of one collective operation in one process group with one size, over all traced processes."""
 
     op: str
     group: str
@@ -36,11 +37,13 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     """Number of ranks in the group."""
     reach: Reach | None
-    """Hosts of the group's ranks, or None if not all of them are known."""
+    """Distance of the group's ranks: on one host or on several. None if the host of some rank is unknown."""
     host: str | None
-    """The one host of the group's ranks, or None if there are several or its name is unknown."""
+    """The host of the group's ranks if they are all on one host, else None. None also if its name is
+    unknown."""
     bytes: int
-    """Size as nccl-tests counts it: of an all-gather what a rank has in the end, else what it began with."""
+    """Size of a call as nccl-tests counts it: for an all-gather the bytes that a rank has at the end, for
+    other operations the bytes that it has at the start."""
     processes: int
     calls: int
     mean_ns: int
@@ -50,11 +53,11 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     bus_gbs: float
     """Bus bandwidth of the fastest call, in GB/s."""
     mean_bus_gbs: float
-    """Bus bandwidth of the mean call, with the waiting for other ranks."""
+    """Bus bandwidth computed from the mean duration, which includes waiting for other ranks."""
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return the factor from algorithm to bus bandwidth."""
+    """Return the factor by which bus bandwidth exceeds algorithm bandwidth (see the top of this module)."""
     name = op.lower().replace("_", "")
     if ranks < 2:
         return 1.0
@@ -66,7 +69,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 def collective_rows(activities: Sequence[TraceActivity]) -> Table[CollectiveRow]:
-    """Return the collectives of known size, those with the most time first."""
+    """Return the collectives whose size is known, those with the most total time first."""
     hosts = {one.info.rank: one.info.host for one in activities if one.info.rank is not None}
     sums: dict[tuple[str, str, int, int, int], _Sum] = {}
     for activity in activities:

@@ -1,4 +1,4 @@
-"""Peaks of CUDA's allocator, by the stage that ran and the line that asked."""
+"""Peak of CUDA's allocator in each memory snapshot, by stage and source line of the allocations."""
 
 from __future__ import annotations
 
@@ -21,49 +21,52 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 TOP = 10
-"""Number of holders that are named."""
+"""Number of holders that a row keeps."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """A holder of memory at the peak."""
+    """Blocks of memory at the peak that the same stage and source line allocated."""
 
     stage: str | None
-    """Role and stage of the innermost span of the process at the allocation, such as `actor update_actor`;
-    None if none ran, or if the time of the allocation is unknown."""
+    """Role and stage of the innermost span of the process at the allocation, such as `actor update_actor`.
+    None if no span ran, or if the time of the allocation is unknown."""
     where: str | None
-    """`model.py:41 forward`, or None if no stack was kept, or it was allocated before the recording."""
+    """Innermost line of the allocation's stack: `model.py:41 forward`. None if the snapshot has no stack for
+    it."""
     blocks: int
     bytes: int
 
 
 class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One device in one snapshot."""
+    """The memory of one device in one snapshot."""
 
     process: str
     device: str
     window: str | None
     """The stage that was recorded (discrete mode), or None for the whole capture."""
     oom: bool
-    """True if the snapshot was taken when CUDA was out of memory, upon a request for `oom_bytes`."""
+    """True if the snapshot was taken because CUDA ran out of memory. `oom_bytes` is then the size that was
+    requested."""
     oom_bytes: int | None
     allocated_bytes: int
     """The largest number of bytes allocated at once."""
     reserved_bytes: int
-    """The largest number of bytes of the device that the allocator held."""
+    """Largest number of bytes that the allocator reserved on the device."""
     at_ns: int | None
-    """Time of the peak in ns after the capture opened, or None if unknown."""
+    """Time of the peak in ns after the capture opened. None if unknown."""
     before_bytes: int
-    """The part of the peak that was allocated before the recording (weights, optimizer state)."""
+    """Part of the peak that was allocated before the recording began, such as weights and optimizer state."""
     cut: bool
-    """True if the oldest events were dropped: earlier peaks are unknown, and `before_bytes` is too large."""
+    """True if the recording dropped its oldest events. Earlier peaks are then unknown, and `before_bytes` is
+    too large."""
     holders: tuple[Holder, ...]
-    """The holders of the rest of the peak, the largest first."""
+    """The holders of the largest parts of the peak, the largest first."""
     other_bytes: int
-    """The part of the peak that is neither in `before_bytes` nor in `holders`."""
+    """Bytes at the peak that are neither in `before_bytes` nor in `holders`."""
 
 
 def cuda_memory_peaks(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:
-    """Return a row for each device of each snapshot, the fullest first."""
+    """Return a row for each device of each snapshot: first those of out-of-memory errors, then by peak."""
     spans: dict[int, _Stack] = {}
     rows = []
     for record in records:
@@ -103,7 +106,7 @@ def _row(timeline: Timeline, record: MemoryRecord, memory: DeviceMemory, stack: 
 
 
 class _Stack:
-    """Innermost spans of a process at any time."""
+    """Lookup of the innermost span of one process at a given time."""
 
     def __init__(self, timeline: Timeline, process: int) -> None:
         spans = [span for span in timeline.spans if span.process == process]
@@ -112,7 +115,7 @@ class _Stack:
         running: dict[int, Span] = {}
         self._times: list[int] = []
         self._labels: list[str | None] = []
-        """The innermost label from each time on."""
+        """`_labels[i]` is the innermost label from `_times[i]` on, or None if no span runs then."""
         for at_ns, begins, span in sorted(points, key=lambda point: point[:2]):
             if begins:
                 running[id(span)] = span
@@ -128,7 +131,7 @@ class _Stack:
 
 
 HELD = 4
-"""Number of snapshots whose holders are listed."""
+"""Number of snapshots whose holders are listed in a terminal."""
 NOTE = (
     "From the allocator's history. before: allocated before the recording, as weights mostly are. at: of the "
     "most allocated."
@@ -138,7 +141,7 @@ HOLDERS = (">bytes", ">blocks", "allocated in", "by")
 
 
 def cuda_memory_blocks(rows: Sequence[CudaMemory], report: StepReport) -> Iterator[Block]:
-    """Yield the peak of each snapshot, and what held the memory then. Nothing without a snapshot."""
+    """Yield the peak of each snapshot, and the holders of its memory. Nothing without a snapshot."""
     if not rows:
         return
     yield TextTable("CUDA memory at its highest", COLUMNS, tuple(map(_cells, rows)), NOTE, noun="row")
@@ -147,7 +150,7 @@ def cuda_memory_blocks(rows: Sequence[CudaMemory], report: StepReport) -> Iterat
 
 
 def _name(row: CudaMemory) -> str:
-    """Return `actor 0 cuda:0, update_actor, at an out-of-memory error`."""
+    """Return the name of a row: `actor 0 cuda:0, update_actor, at an out-of-memory error`."""
     at_oom = "at an out-of-memory error" if row.oom else None
     return ", ".join(filter(None, (f"{row.process} {row.device}", row.window, at_oom)))
 
@@ -176,7 +179,7 @@ def _cells(row: CudaMemory) -> tuple[str, ...]:
 
 
 def _holders(row: CudaMemory) -> list[tuple[str, ...]]:
-    """Return a row for each holder, then a row for the rest of the memory."""
+    """Return a table row for each holder, then one for the rest of the memory."""
     cells = [
         (size(holder.bytes), f"{holder.blocks:,}", holder.stage or "no span", holder.where or "no stack kept")
         for holder in row.holders
