@@ -165,6 +165,13 @@ def test_what_a_profiler_lost_or_timed_wrong_is_counted(tmp_path: Path, command:
     assert f"({COUNTS[doubt]} events)" in " ".join(command("report", tmp_path, code=3).out.split())
 
 
+def test_buffers_of_cupti_in_another_order_are_no_doubt(tmp_path: Path, command: Command) -> None:
+    kernels = [launched(100.0 * n + 20, 60, n) for n in range(100)]
+    launches = [launch(100.0 * n, n) for n in range(100)]
+    trace(tmp_path / "rank0.json", [*launches, *kernels[60:], *kernels[:60]])
+    assert command("report", tmp_path, "--json").json["traces"]["problems"] == []
+
+
 @pytest.mark.parametrize(
     ("doubt", "rule"), [(EARLY, "_check_gpu_kernel_causality"), (UNSYNCED, "_check_stream_sync_overlap")]
 )

@@ -104,28 +104,31 @@ class Starts:
 
 
 class Stream:
-    """The kernels of one stream, as far as they come in the order of their starts."""
+    """The kernels of one stream, in runs in the order of their starts: CUPTI's buffers come in any order."""
 
-    __slots__ = ("begun", "busy_us", "end_us", "overlap_us", "overruns")
+    __slots__ = ("begun", "busy_us", "end_us", "last_us", "overlap_us", "overruns")
 
     def __init__(self) -> None:
         self.busy_us = self.overlap_us = 0.0
-        self.end_us = float("-inf")
+        self.end_us = self.last_us = -NEVER
         self.begun = 0
         """Number of kernels that began while the one that ends last ran."""
         self.overruns = 0
 
     def extend(self, starts_us: Iterable[float], durs_us: Iterable[float]) -> None:
-        busy_us, end_us = self.busy_us, self.end_us
+        busy_us, end_us, last_us = self.busy_us, self.end_us, self.last_us
         for start_us, dur_us in zip(starts_us, durs_us, strict=True):
             busy_us += dur_us
+            if start_us < last_us:
+                end_us, self.begun = -NEVER, 0
+            last_us = start_us
             if start_us < end_us:
                 self.overlap_us += min(end_us - start_us, dur_us)
                 self.begun += 1
                 self.overruns += self.begun == 2
             if start_us + dur_us > end_us:
                 end_us, self.begun = start_us + dur_us, 0
-        self.busy_us, self.end_us = busy_us, end_us
+        self.busy_us, self.end_us, self.last_us = busy_us, end_us, last_us
 
 
 class Links:
