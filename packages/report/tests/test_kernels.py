@@ -56,19 +56,20 @@ def test_a_range_of_the_user_is_a_mark_whose_own_time_is_between_operators(tmp_p
         return event(name, "user_annotation", start, dur)
 
     events = [mark("ProfilerStep#3", 0, 1000), mark("aten::mm", 10, 400), op("aten::mm", 20, 300),
-              op("ReluBackward0", 420, 30), mark("Optimizer.step#SGD.step", 500, 50),
+              op("ReluBackward0", 420, 30), op("detach_", 460, 5), mark("Optimizer.step#SGD.step", 500, 50),
               mark("aten::to, seq = 3, op_id = 7", 900, 20), mark("ProfilerStep#4", 1000, 100),
               event("layer", "gpu_user_annotation", 10, 500, pid=0)]  # fmt: skip
     content = read(tmp_path, events)
     assert {(o.name, o.outer): (o.count, o.total_us, o.self_us) for o in content.operators} == {
-        ("ProfilerStep*", True): (2, 1100, 600),
+        ("ProfilerStep*", True): (2, 1100, 595),
         ("aten::mm", True): (1, 400, 100),
         ("aten::mm", False): (1, 300, 300),
         ("ReluBackward0", False): (1, 30, 30),
+        ("detach_", False): (1, 5, 5),
         ("Optimizer.step#SGD.step", True): (1, 50, 50),
         ("aten::to", False): (1, 20, 20),
     }
-    assert content.operators_us == 350
+    assert content.operators_us == 355
 
 
 def test_marks_with_numbers_in_their_names_are_kept_together(tmp_path: Path) -> None:

@@ -77,10 +77,14 @@ def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
         shown = sorted(longest, key=lambda row: row.step)
         known = [(name, of) for name, of in _COLUMNS.items() if any(of(row) is not None for row in own)]
         less = f"The {SHOWN} longest of {len(own):,}. " if len(own) > SHOWN else ""
-        cells = [(f"{row.step:,}", *(duration(of(row)) for _, of in known), _because(row)) for row in shown]
+        cells = [(f"{row.step:,}", *(duration(of(row)) for _, of in known)) for row in shown]
+        columns = (">step", *(f">{name}" for name, _ in known))
+        if any(row.gaps for row in own):
+            cells = [(*cell, _because(row)) for cell, row in zip(cells, shown, strict=True)]
+            columns = (*columns, "idle because")
         if len(own) > 2:
-            cells.append(("median", *(duration(_median(own, of)) for _, of in known), ""))
-        columns = (">step", *(f">{name}" for name, _ in known), "idle because")
+            middle = ("median", *(duration(_median(own, of)) for _, of in known), "")
+            cells.append(middle[: len(columns)])
         doubted = own[0].doubted
         note = f"{less}{_slowest(own)}{say_doubted([doubted])}".strip()
         yield TextTable(f"Steps of {doubt(process, doubted)}", columns, tuple(cells), note)

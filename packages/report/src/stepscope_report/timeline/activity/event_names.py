@@ -37,7 +37,7 @@ _DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})
 _PREFILLS = frozenset({"EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"})
 """Forward modes of SGLang. Passes of a draft model (`DRAFT`) generate nothing by themselves."""
 _OF_TORCH = re.compile(
-    r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach|record_param_comms"
+    r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach_?|record_param_comms"
 )
 """Operators of torch itself whose names have no namespace."""
 
