@@ -116,11 +116,11 @@ def explain(
     They come from similar calls within the step and from comparison with neighbouring steps.
 
     Args:
-      suspects: Suspects found within the step alone.
-      baseline: Neighbouring steps that were not captured.
-      near: Neighbouring steps that were captured.
-      profiler_ns: Time that profilers took inside the step.
-      busy_hosts: Hosts whose cores were all busy.
+        suspects: Suspects found within the step alone.
+        baseline: Neighbouring steps that were not captured.
+        near: Neighbouring steps that were captured.
+        profiler_ns: Time that profilers took inside the step.
+        busy_hosts: Hosts whose cores were all busy.
     """
     window_ns = max(1, timeline.window.wall_ns)
     usual_ns, steps = _usual(path, baseline, near)
@@ -361,7 +361,7 @@ def _grown_at_the_top(
     growth counts, because the critical path does not run through waits.
 
     Args:
-      except_of: Stages to leave out, as `role/stage`.
+        except_of: Stages to leave out, as `role/stage`.
     """
     timeline, on_path = path.graph.timeline, _top_on_path(path)
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
@@ -686,6 +686,6 @@ def cause_of(timeline: Timeline, near: Sequence[NearStep] = ()) -> Cause | None:
     """Return the cause of a slow step, the same as in its report.
 
     Args:
-      near: Other captured steps of the same kind, from `Neighbours`.
+        near: Other captured steps of the same kind, from `Neighbours`.
     """
     return Sources(timeline, None, near).value_of(CAUSE)

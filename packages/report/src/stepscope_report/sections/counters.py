@@ -1,7 +1,8 @@
-"""Counters over the step: the lowest, mean and highest value of each, idle devices, and late event loops.
+"""*Counters*: the lowest, mean and highest value of each counter in the step; idle devices; blocked event
+loops.
 
-An event loop is late if calls waited for it because other code ran on its thread and did not await. All of
-this is one file because it reads the same samples.
+An event loop is late if other code kept its thread busy while calls waited for the loop. This is one file
+because all parts read the same samples.
 """
 
 from __future__ import annotations
@@ -40,47 +41,48 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page
 
 _CLOSE_NS = 10_000_000
-"""Two times at most this far apart count as one. A sample's clock is read before its sources are."""
+"""Two times that are at most this far apart (10 ms) count as the same time. The time of a sample is taken
+shortly before its values are read."""
 
 
 class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One counter over the step."""
+    """The values of one counter in the step."""
 
     process: str
-    """The process that sampled it."""
+    """Name of the process that sampled the counter."""
     role: str
     host: str
     scope: CounterScope
     name: str
     of: str
-    """The measured thing: `GPU 3`, `replica 0`; empty for the process or the host itself."""
+    """The thing that was measured: `GPU 3`, `replica 0`. Empty if that is the process or the host itself."""
     unit: str
     kind: CounterKind
     samples: int
-    """The number of samples in the step."""
+    """Number of samples in the step."""
     least: float
     mean: float
-    """Mean over time: each value counts for the time since the previous sample."""
+    """Mean weighted by time: each value counts for the time since the previous sample."""
     most: float
     covered_ns: int
-    """Length of the part of the step between the counter's first and last sample."""
+    """Time from the counter's first to its last sample in the step, in ns."""
     increase: float | None = None
-    """Growth of a total over the step, or None if it is no total."""
+    """Growth over the step of a counter that only grows. None for other counters."""
 
 
 class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU or NPU at 0 %."""
+    """A GPU or NPU that was at 0 % for a part of the step."""
 
     device: str
     host: str
     idle_ns: int
-    """Time at 0 %, as exact as the interval between samples."""
+    """Time at 0 %, in ns. Its precision is the interval between samples."""
     tools_ns: int
-    """The part of the idle time in which a tool or an environment ran."""
+    """Part of `idle_ns` in which a tool or an environment ran."""
 
 
 class BusyHost(msgspec.Struct, frozen=True, kw_only=True):
-    """A host whose cores were all busy, and the part of them that the step had."""
+    """A host whose cores were all busy, and the number of cores that the recorded processes used."""
 
     host: str
     busy: float
@@ -92,18 +94,18 @@ class BusyHost(msgspec.Struct, frozen=True, kw_only=True):
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
-    """The rows by process, in the order in which the process first sampled them."""
+    """Rows by process, and within a process in the order of the first samples."""
     late_loops: Table[LateLoop] = Table()
-    """Event loops that were late by more than 100 ms, the largest delay first. A call that had its loop to
-    itself makes no loop late."""
+    """Event loops that were late by more than 100 ms, the latest first. A loop is not late if the only call
+    on its thread blocked it, because then no recorded call waited."""
     busy_hosts: Table[BusyHost] = Table()
-    """Hosts whose cores were all busy, the busiest first."""
+    """Hosts whose cores were all busy, by load, the highest first."""
     idle_devices: Table[IdleDevice]
-    """Devices that were at 0 % at some time, the most idle first."""
+    """Devices that were at 0 % for some time, the most idle first."""
 
 
 class Piece(NamedTuple):
-    """A value, and the time for which it holds, which is the time since the previous sample."""
+    """A value and the time for which it holds: the time since the previous sample."""
 
     start_ns: int
     end_ns: int
@@ -111,7 +113,7 @@ class Piece(NamedTuple):
 
 
 def step_counters(timeline: Timeline) -> Counters | None:
-    """Return the counters of the step; None if none were sampled."""
+    """Return the counters of the step, or None if no counter was sampled."""
     sampled = [(counter, pieces) for counter in timeline.counters if (pieces := pieces_of(counter, timeline))]
     if not sampled:
         return None
@@ -134,7 +136,9 @@ def _busy_hosts(rows: Sequence[CounterRow]) -> Iterator[BusyHost]:
 
 
 def say_busy_hosts(counters: Counters) -> str:
-    """Return a sentence on the host whose cores were all busy; empty if there is none."""
+    """Return a sentence on the busiest host whose cores were all busy, and the number of others. Empty if
+    there is no such host.
+    """
     if not counters.busy_hosts:
         return ""
     worst, others = counters.busy_hosts[0], len(counters.busy_hosts) - 1
@@ -143,7 +147,9 @@ def say_busy_hosts(counters: Counters) -> str:
 
 
 def say_busy_host(host: BusyHost) -> str:
-    """Return the two numbers on a host whose cores were all busy."""
+    """Return the load of a host whose cores were all busy, and the number of cores that the step used, as a
+    clause.
+    """
     processes = count(host.processes, "process")
     return (
         f"all cores of {host.host} were busy ({host.busy:.0f} %), and {processes} of the step used "
@@ -152,16 +158,16 @@ def say_busy_host(host: BusyHost) -> str:
 
 
 def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
-    """Return the values of the step. The first sample of a counter has no length.
+    """Return a counter's values within the step. The counter's first sample has a length of 0.
 
-    An unaligned process has no place in the step, so that all of its values count.
+    All values of a process with an unaligned clock are returned, because their place in the step is unknown.
     """
     times = counter.times_ns
     pieces = map(Piece, (*times[:1], *times), times, counter.values)
     if not timeline.processes[counter.process].aligned:
         return list(pieces)
     start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
-    if counter.kind == "interval" and times and times[0] > end_ns:  # the first one came late, for all of it
+    if counter.kind == "interval" and times and times[0] > end_ns:  # it came late, and covers the whole step
         return [Piece(start_ns, end_ns, counter.values[0])]
     return [
         Piece(max(piece.start_ns, start_ns), min(piece.end_ns, end_ns), piece.value)
@@ -171,13 +177,15 @@ def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
 
 
 def requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
-    """Return the stretches in which a replica had requests. None if no counter tells.
+    """Return the stretches in which a replica had requests. None if no counter was sampled for that.
 
-    The replica's front end counts the requests that it has not answered, whether or not the scheduler knows
-    them. The last value holds to the end of the step.
+    The counter of unanswered requests in the replica's front end is preferred, because it includes requests
+    that the scheduler does not know yet. The last value holds until the end of the step.
 
     Args:
-        role: Role of the processes that sample it, if another role has a replica of that number.
+        number: Number of the replica.
+        role: Role of the processes that sample the counter, or empty if only one role has a replica of
+            that number.
     """
     own = [
         counter
@@ -222,7 +230,7 @@ def _row(counter: Counter, pieces: Sequence[Piece], timeline: Timeline) -> Count
 
 
 def _at_start(counter: Counter, timeline: Timeline) -> float:
-    """Return the latest value from before the step, or the first one."""
+    """Return the counter's last value before the step, or its first value if there is none before."""
     earlier = [
         value
         for at_ns, value in zip(counter.times_ns, counter.values, strict=True)
@@ -244,26 +252,26 @@ def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) ->
 
 
 class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
-    """An event loop that did not run while calls waited for it."""
+    """An event loop that could not run while calls waited for it."""
 
     process: str
     role: str
     thread: str
-    """Name of the thread that it runs on."""
+    """Name of the loop's thread."""
     late_ns: int
-    """Longest time for which it did not run."""
+    """Longest time for which the loop could not run, in ns."""
     blocker: tuple[str, str] | None = None
-    """Role and stage of the call that the loop's task was in meanwhile, else of the call that ended when the
-    loop ran again. None if no recorded call did."""
+    """(role, stage) of the call that blocked the loop: the call that the sampler saw, else the innermost call
+    that ended when the loop ran again. None if neither is known."""
     line: str = ""
-    """The blocker's line: `tools.py:33`; empty if the sampler did not see it."""
+    """Source line that blocked the loop: `tools.py:33`. Empty if the sampler did not see it."""
 
 
 def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
-    """Yield each loop that was late by more than `BLOCKED_NS` in the step, with its longest block.
+    """Yield each event loop that was late by more than `BLOCKED_NS` in the step, with its longest block.
 
-    A block is harmless if recorded calls fill it, the loop ran again when one of these calls ended, and no
-    other call was open at the same time: then no recorded call waited.
+    A block by a recorded call counts only if another recorded call was open on that thread in the meantime.
+    Otherwise no recorded call waited for the loop.
     """
     for counter in timeline.counters:
         if counter.name != EVENT_LOOP or IN in counter.of:
@@ -277,7 +285,7 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
                 continue
             call = None if blocker is None else timeline.spans[blocker]
             if call is not None and call.start_ns < start_ns:
-                # The block began with the call, if that is after the last sample at which the loop ran.
+                # If the call began after the last sample before the block, the block began with the call.
                 ran_ns = max((time for time in counter.times_ns if time < start_ns), default=start_ns)
                 start_ns = call.start_ns if call.start_ns >= ran_ns else start_ns
             yield LateLoop(
@@ -292,11 +300,11 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
 
 
 def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
-    """Return the stretches of the step in which the loop did not run.
+    """Return the stretches of the step in which the loop could not run.
 
-    The sampler gives the loop a callback when it samples, and each sample says how late that callback was so
-    far. So a block begins at the latest sample that allows for its length. A callback that is later than the
-    time since the sample before is that sample's.
+    With each sample the sampler schedules a callback on the loop, and the sample's value is the delay of that
+    callback so far. A delay of d at time t means that the loop has not run since t - d. Samples of one block
+    are joined; the block begins at the last sample at or before t - d.
     """
     longest: dict[int, int] = {}
     start_ns, before_ns = None, counter.times_ns[0]
@@ -319,8 +327,8 @@ def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
 def _seen(
     loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
 ) -> tuple[int, str] | None:
-    """Return the call that the sampler saw in the block, as an index of a span, and its line. None if it saw
-    none, or the call is not among `calls`.
+    """Return (index of the span, source line) of the call that the sampler saw during the block. None if the
+    sampler saw none, or if the call is not in `calls`.
     """
     seen = [
         (value, counter.of.removeprefix(loop.of + IN))
@@ -346,10 +354,11 @@ def _seen(
 def _blocker(
     calls: Sequence[int], start_ns: int, end_ns: int, last_ns: int, timeline: Timeline
 ) -> int | None:
-    """Return the innermost of the calls that ended when the loop ran again, as an index of a span.
+    """Return the index of the innermost span in `calls` that ended when the loop ran again.
 
-    None if no call ended then, or the calls fill less than nine tenths of the block. `last_ns` is the time of
-    the last sample: a call that ended later may still have blocked the loop then.
+    None if no call ended then, or if the calls fill less than nine tenths of the block. `last_ns` is the time
+    of the loop's last sample. If the block lasts until about then, a call that ended later may be the blocker
+    too.
     """
     ends_ns = {index: timeline.until_ns(timeline.spans[index]) for index in calls}
     filled = [(timeline.spans[index].start_ns, until_ns) for index, until_ns in ends_ns.items()]
@@ -370,8 +379,8 @@ def _blocker(
 def _is_beside_others(
     blocker: int, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
 ) -> bool:
-    """Return whether another one of the calls was open on the blocker's thread at the same time, within the
-    block.
+    """Return True if another call of `calls`, neither around nor inside the blocker, was open on the
+    blocker's thread during the block.
     """
     spans = timeline.spans
     start_ns = max(start_ns, spans[blocker].start_ns)
@@ -388,7 +397,7 @@ def _is_beside_others(
 
 
 def _above(index: int | None, spans: Sequence[Span]) -> set[int]:
-    """Return the indices of the span and of all spans that it runs below."""
+    """Return the indices of a span and of all spans around it."""
     above = set[int]()
     while index is not None:
         above.add(index)
@@ -401,7 +410,9 @@ NOTE = "in the step: what a counter that only grows grew by."
 
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
-    """Yield a row for each counter; if there are many, one row for each name, with the highest value."""
+    """Yield the table of counters. If there are more than `LISTED`, the row with the highest value stands for
+    all of one name.
+    """
     if counters is None:
         return
     rows: Sequence[CounterRow] = counters.rows
@@ -421,13 +432,13 @@ def counter_cells(row: CounterRow) -> tuple[str, ...]:
     """Return the cells of `COLUMNS`."""
     values = (row.least, row.mean, row.most)
     grown = "" if row.increase is None else quantity(row.increase, row.unit)
-    if row.increase is not None:  # it counts from the start of its process: its level means nothing
+    if row.increase is not None:  # the level depends on when the process began, so only the growth is shown
         return (row.name, whose(row), "", "", "", grown)
     return (row.name, whose(row), *(quantity(value, row.unit) for value in values), grown)
 
 
 def whose(row: CounterRow) -> str:
-    """Return `actor 0`, `GPU 3 of node-a`, `replica 0`."""
+    """Return the owner of a counter: `actor 0`, `GPU 3 of node-a`, `replica 0`."""
     if row.scope == "host":
         return f"{row.of} of {row.host}" if row.of else row.host
     return f"{row.process}, {row.of}" if row.of else row.process
@@ -446,18 +457,19 @@ def quantity(value: float, unit: str) -> str:
 
 
 ALL_BUSY = 90
-"""From this mean load on, in percent, all cores of a host count as busy."""
+"""Mean load in percent from which all cores of a host count as busy."""
 DRAWN = 32
-"""Up to this many rows of one counter are drawn; of more, every k-th and the highest ones."""
+"""Number of rows of one counter up to which all are drawn. Of more rows every k-th and the highest are
+drawn."""
 ROWS = 128
-"""Number of rows for all counters together, shared equally, with at least four for each: a row has up to
-`BARS` bars."""
+"""Largest number of drawn rows of all counters together. Each counter gets an equal part, but at least four
+rows."""
 BARS = 120
-"""Number of bars of one chart. Each shows the highest value in its part of the step."""
+"""Number of bars in one chart. Each bar shows the highest value in its part of the step."""
 
 
 def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
-    """Yield the table of counters. Nothing if none were sampled."""
+    """Yield the table of counters for the page, or nothing if no counter was sampled."""
     if counters is None:
         return
     timeline, window_ns = page.timeline, page.timeline.window.wall_ns
@@ -495,7 +507,9 @@ def _cells(
 
 
 def _chart(row: CounterRow, pieces: Sequence[Piece], start_ns: int, window_ns: int) -> Html:
-    """Return the bars of a counter. The growth of a total is drawn from 0."""
+    """Return the bar chart of a counter. A counter that only grows is drawn as growth since the start of the
+    step.
+    """
     first = pieces[0].value if row.increase is not None else 0.0
     heights = _heights(pieces, start_ns, window_ns, first)
     top = max([abs(height) for height in heights.values()], default=0.0) or 1.0
@@ -513,7 +527,7 @@ def _chart(row: CounterRow, pieces: Sequence[Piece], start_ns: int, window_ns: i
 
 
 def _heights(pieces: Sequence[Piece], start_ns: int, window_ns: int, first: float) -> dict[int, float]:
-    """Return {bar: the highest value in its part of the step}."""
+    """Return {index of a bar: highest value in its part of the step}."""
     heights: dict[int, float] = {}
     for piece in pieces:
         since, until = (

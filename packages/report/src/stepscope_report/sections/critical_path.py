@@ -1,4 +1,6 @@
-"""*Critical path*: what the step waited for at each moment, by stage, and what each stage could save."""
+"""*Critical path*: the calls that the step waited for at each moment, by stage, and the time that each stage
+could save.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +29,28 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page
 
 LEAST = 100
-"""A stage's saving is computed if its calls take at least one part in this many of the step on the path."""
+"""A stage's saving is computed if its calls have at least 1 / `LEAST` of the step on the path."""
 ROWS = 16
-"""Rows of the table in a terminal, and stages whose saving is computed."""
+"""Number of rows of the table in a terminal, and number of stages whose saving is computed."""
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of the critical path: one call's own time. Segments follow each other without gaps."""
+    """A stretch of the critical path within one call. Segments follow each other without gaps."""
 
     since_ns: int
-    """Start of the segment in ns after the step's opening."""
+    """Start of the segment in ns after the start of the step."""
     wall_ns: int
     kind: PieceKind
     process: str
     role: str | None
-    """The role and stage of the call; None outside of all calls."""
+    """Role of the call, or None if no call ran. The same holds for `stage`."""
     stage: str | None
     trajectory: str | None = None
     turn: int | None = None
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage that runs below another one on the path."""
+    """A stage with its own time on the path, as a part of another stage or of a group."""
 
     role: str
     stage: str
@@ -62,49 +64,51 @@ class PathStage(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None
     kind: PieceKind
     wall_ns: int
-    """Own time of the stage on the path. All rows add up to the step."""
+    """Time on the path in calls of the stage, without the calls inside them. The rows add up to the step."""
     inside_ns: int
-    """Time on the path inside calls of the stage, including the calls below them."""
+    """Time on the path in calls of the stage, including the calls inside them."""
     saves_ns: int | None
-    """Time by which the step would be shorter if the stage's calls, and the calls below them, took no time
-    and all else kept its duration and order. None if unknown, or if the stage has less than a hundredth of
-    the path."""
+    """Time by which the step would be shorter if the stage's calls, with all calls inside them, took no time
+    and everything else kept its duration and order. None if unknown, or if the stage has less than a
+    hundredth of the path."""
     process: str
-    """The process with most of that own time."""
+    """Name of the process with most of `wall_ns`."""
     trajectory: str | None
-    """The trajectory and turn of its longest segment."""
+    """Trajectory of the stage's longest segment; `turn` is the turn of that segment. None if it has no
+    trajectory."""
     turn: int | None
     parts: tuple[PathPart, ...]
-    """The stages below it on the path, the longest own time first."""
+    """Stages of the calls inside this stage's calls on the path, the longest own time first."""
 
 
 class PathGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of several stages on the path, and the calls below them."""
+    """Calls of several stages on the path, with the calls inside them."""
 
     wall_ns: int
     saves_ns: int
     """Time by which the step would be shorter if these calls took no time."""
     parts: tuple[PathPart, ...]
-    """The own times of these stages, the longest first. They add up to `wall_ns`."""
+    """Own times of the stages, the longest first. They add up to `wall_ns`."""
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """The stretches of time that the step waited for."""
 
     not_known_ns: int
-    """Time for which nothing recorded says what the step waited for."""
+    """Time for which the recording does not show what the step waited for."""
     stages: Table[PathStage]
     """The stages on the path, the longest own time first."""
     weights: PathGroup | None
-    """The calls that move weights, or None if the path has none."""
+    """The calls that move weights. None if none is on the path."""
     tools_save_ns: int | None = None
-    """Time that the step would be shorter by, at most, without its tools: without waits in trajectories too,
-    which may wait for the tools of others. None without tools, or if nothing tells whether it waited."""
+    """Upper bound of the time by which the step would be shorter if tools, and waits inside trajectories,
+    took no time. Such waits are included because they may be waits for tools of other trajectories. None if
+    the step has no tools, or if the replay contains none."""
     queues_save_ns: int | None = None
-    """Upper bound of the time that the step would be shorter by without the waits of the rollout; None if
+    """Upper bound of the time by which the step would be shorter without the waits of role `rollout`. None if
     unknown."""
     segments: Table[Segment]
-    """The segments from the start of the step to its end."""
+    """The segments of the path from the start of the step to its end."""
 
 
 def step_critical_path(timeline: Timeline) -> CriticalPath:
@@ -211,7 +215,9 @@ def _label(graph: StepGraph, piece: Piece) -> Label | None:
 
 
 def _below(graph: StepGraph, pieces: Sequence[Piece]) -> dict[Label, Counter[Label]]:
-    """Return {stage: {stage of the own time: time on the path inside calls of the first one}}."""
+    """Return {stage: {stage inside: own time on the path}}: for each stage the own times of the calls inside
+    its calls.
+    """
     below: dict[Label, Counter[Label]] = defaultdict(Counter)
     for piece in pieces:
         own = _label(graph, piece)
@@ -222,7 +228,7 @@ def _below(graph: StepGraph, pieces: Sequence[Piece]) -> dict[Label, Counter[Lab
 
 
 def _around(graph: StepGraph, node: int) -> set[Label]:
-    """Return the stages of a call and of the calls around it."""
+    """Return the stages of a call and of all calls around it."""
     labels = set()
     while node != NOBODY and (span := graph.span_of(node)) is not None:
         labels.add(label_of(span))
@@ -231,7 +237,7 @@ def _around(graph: StepGraph, node: int) -> set[Label]:
 
 
 def path_marks(path: CriticalPath) -> list[Mark]:
-    """Return the segments as marks of a chart."""
+    """Return the segments of the path as marks of a chart."""
     return [
         Mark(
             NOT_KNOWN if one.kind == "not known" else (one.role or "", one.stage or ""),
@@ -273,7 +279,9 @@ def _rows(path: CriticalPath, window_ns: int) -> list[tuple[str, ...]]:
 
 
 def say_stage(row: PathStage) -> str:
-    """Return `rollout decode`, `rollout queue (waiting)`, or `not known, in trainer update`."""
+    """Return the name of a row: `rollout decode`, `rollout queue (waiting)`, or `not known, in trainer
+    update`.
+    """
     if row.stage is None:
         return "not known, in no call"
     name = f"{row.role} {row.stage}"
@@ -289,7 +297,7 @@ def _note(path: CriticalPath) -> str:
 
 
 def draw_path(path: CriticalPath, page: Page) -> Iterator[Html]:
-    """Yield the path as a bar, and its table."""
+    """Yield the critical path as a bar, and its table."""
     window_ns = page.report.breakdown.window_ns
     if not path.segments or not window_ns:
         return

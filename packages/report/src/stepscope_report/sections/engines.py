@@ -1,6 +1,7 @@
-"""Engines: what each inference replica did in the step, with which requests and tokens.
+"""*Engines*: the work of each inference replica in the step: time, requests and tokens.
 
-One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+This file is longer than 500 lines because the numbers of a section, its tables and its charts are read
+together.
 """
 
 from __future__ import annotations
@@ -39,105 +40,105 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page, Sources
 
 BINS = 120
-"""Number of equal parts of the time for which the mean load is drawn."""
+"""Number of equal time bins for which the mean load is drawn."""
 Source: TypeAlias = Literal["iterations", "requests"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean number of requests that wait, are prefilled and are decoded, over one stretch of time."""
+    """Mean numbers of waiting, prefilling and decoding requests in one time bin."""
 
     start_ns: int
-    """After the capture opened."""
+    """Start of the bin in ns after the capture opened."""
     waiting: float
     prefilling: float
     decoding: float
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica. The times from `prefill_ns` to `idle_ns` do not overlap, and add up to `recorded_ns`.
-    A field is None if nothing states it.
+    """One replica in the step. The times from `prefill_ns` to `idle_ns` do not overlap, and they add up to
+    `recorded_ns`. A field is None if nothing recorded states its value.
     """
 
     replica: str
-    """`replica 1`; or the name of a process without a replica number; or `requests of trainer`, if the
-    requests that this process recorded do not name one of several replicas."""
+    """Name of the row: `replica 1`; or the name of a process without a replica number; or `requests of
+    trainer` if that process recorded requests that do not name one of several replicas."""
     number: int | None
     processes: tuple[str, ...]
-    """The names of its processes in the timeline."""
+    """Names of the replica's processes in the timeline."""
     rivals: tuple[str, ...] = ()
-    """The processes of this number that served different trajectories at the same time: they may be separate
-    engines with the same number. Empty if there are none."""
+    """Processes with this replica number that served different trajectories at the same time. They may be
+    separate engines that were given the same number. Empty if there are none."""
     profiled: bool
-    """True if a profiler recorded the replica, which slowed it."""
+    """True if a profiler recorded the replica and thereby slowed it."""
     source: Source
-    """The source of the times and of `running_mean`: `iterations` are the engine's own annotations in its
-    trace, `requests` the spans `prefill` and `decode` of its requests."""
+    """Source of the times and of `running_mean`. `iterations`: the engine's own annotations in its trace.
+    `requests`: the spans `prefill` and `decode` of its requests."""
     iterations: int | None
-    """Forward passes with at least one request, over all data-parallel engines."""
+    """Number of forward passes with at least one request, over all data-parallel engines."""
     iterations_by_engine: tuple[int, ...]
-    """The number of iterations of each data-parallel engine."""
+    """`iterations` of each data-parallel engine."""
     window_ns: int
-    """Time from the first to the last work of any replica: the same for all rows."""
+    """Time from the first to the last work of any replica. All rows have the same value."""
     recorded_ns: int
-    """The part of `window_ns` that the source covers, including `writing_ns`."""
+    """Part of `window_ns` that the source covers, including `writing_ns`."""
     prefill_ns: int
-    """Time in which the replica read prompts and wrote no token."""
+    """Time in which the replica only prefilled."""
     decode_ns: int
-    """Time in which the replica wrote tokens and read no prompt."""
+    """Time in which the replica only decoded."""
     mixed_ns: int
-    """Time in which the replica did both: in one pass, or in several data-parallel engines."""
+    """Time in which the replica both prefilled and decoded: in one pass, or in several data-parallel
+    engines."""
     held_ns: int | None
-    """Time in which the replica had requests and ran no pass (source `requests`: time in which all requests
-    waited). If the replica ran nothing, its own counter of unfinished requests is used."""
+    """Time in which the replica had requests but ran no pass. With source `requests`, time in which all
+    requests waited. If the replica ran nothing at all, this comes from its counter of unfinished requests."""
     paused_ns: int | None
-    """Remaining time in which the engine was paused, asleep, or loading weights, by spans."""
+    """Further time in which the engine was paused, asleep or loading weights, by its spans."""
     writing_ns: int | None
-    """Remaining time in which the engine's own profiler started or wrote."""
+    """Further time in which the engine's own profiler started or wrote."""
     idle_ns: int | None
-    """The rest of `recorded_ns`. None if the replica ran nothing, and it is unknown whether it had
-    requests."""
+    """Rest of `recorded_ns`. None if the replica ran nothing and it is unknown whether it had requests."""
     requests: int | None
-    """Requests that ended."""
+    """Number of requests that ended."""
     prompt_tokens: int | None
-    """Prompt tokens of these requests; without requests, the change of the engine's own counter during its
-    recording."""
+    """Prompt tokens of these requests. Without recorded requests, the growth of the engine's own counter."""
     cached_tokens: int | None
-    """Number of `prompt_tokens` that were found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     output_tokens: int | None
     output_tokens_per_s: float | None
     """Output tokens per second of the time in which the replica had requests."""
     prefill_tokens: int | None
-    """Number of tokens that the recorded passes prefilled."""
+    """Tokens that were prefilled in the recorded passes."""
     preemptions: int | None
     running_mean: float | None
-    """Mean number of requests at once in passes, or in prefill and decode, while there were any."""
+    """Mean number of requests in a pass (source `iterations`) or in prefill and decode (source `requests`),
+    over the time in which there were any."""
     running_most: int | None
     waiting_mean: float | None
-    """Mean number of requests that waited for a place, while the replica had any. None also if requests
-    waited and nothing tells for which replica."""
+    """Mean number of waiting requests over the time in which the replica had requests. None also if requests
+    waited and their replica is unknown."""
     waiting_most: int | None
     load: tuple[Load, ...]
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the replica was recorded, ran nothing and had nothing to do."""
+        """Return True if the replica was recorded, ran nothing and had no requests."""
         return self.iterations == 0 and self.held_ns == 0
 
 
 class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that did work of role `rollout` without spans or annotations for prefill and decode."""
+    """A process that worked in role `rollout` without recorded prefill and decode phases."""
 
     process: str
     stages: tuple[str, ...]
-    """The stages of its work."""
+    """Stages of the process' work."""
     given: bool = False
-    """True if engines were given to the capture but no trace of theirs names iterations."""
+    """True if engines were given to the capture, but none of their traces names iterations."""
     lost: bool = False
-    """True if an SGLang server sent the spans of its requests and none of its scheduler."""
+    """True if an SGLang server sent spans of its front end, but none of its scheduler."""
 
 
 def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
-    """Return a row for each replica whose work, or whose lack of work, is known."""
+    """Return a row for each replica that is known to have worked or to have been idle."""
     candidates = find_replicas(timeline, activities)
     replicas = [replica for replica in candidates if _is_known(replica)]
     unplaced = any(_waited(replica) for replica in candidates if not _is_known(replica))
@@ -151,11 +152,11 @@ def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -
 
 
 def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
-    """Return the processes of replicas that did work and have no row in `engine_usage`.
+    """Return the processes of replicas that worked and have no row in `engine_usage`.
 
-    Empty if an engine's trace names its iterations, because that engine may run in any of the processes.
-    Empty also for an unedited program, because its framework does not name the phases. Moving weights,
-    pausing and spans of role `rollout` in a process that is no replica, which wait for one, are no such work.
+    Empty if the trace of some engine names iterations, because that engine may run in any of the processes.
+    Empty for a program that was instrumented from outside, because its framework does not name the phases.
+    Weight syncs, pauses, and waits for a replica are not counted as work.
     """
     unedited = timeline.manifest is not None and timeline.manifest.opened_by == "instrument"
     if unedited or any(engine.source == "iterations" for engine in engines):
@@ -181,7 +182,7 @@ def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Ph
 
 
 class _Kind(IntEnum):
-    """The kind of a piece: requests by their spans, requests in passes, or a state of the replica."""
+    """Kind of a piece: a request by its span, requests of a pass, or a state of the replica."""
 
     WAITING = 0
     PREFILLING = 1
@@ -189,7 +190,7 @@ class _Kind(IntEnum):
     READS = 3
     WRITES = 4
     BOTH = 5
-    """Requests of a pass that does not tell how many are prefilled and how many decoded."""
+    """Requests of a pass that does not say how many of them prefill and how many decode."""
     RECORDED = 6
     PAUSED = 7
     STALLED = 8
@@ -211,7 +212,7 @@ class _Piece(NamedTuple):
 
 
 Levels: TypeAlias = list[int]
-"""Sums over the pieces that go on at one instant, by kind."""
+"""Number of requests, or of states, at one instant, indexed by `_Kind`."""
 
 
 def _is_known(replica: Replica) -> bool:
@@ -228,8 +229,8 @@ def _waited(replica: Replica) -> bool:
 
 
 def _rivals(timeline: Timeline, replica: Replica) -> list[int]:
-    """Return the processes of a replica that served at the same time without a common trajectory; empty if
-    none did.
+    """Return the processes of a replica that served at the same time and have no trajectory in common. Empty
+    if there are fewer than two.
     """
     served: dict[int, list[Span]] = defaultdict(list)
     for span in replica.served:
@@ -255,9 +256,7 @@ def _pieces(timeline: Timeline, replica: Replica) -> Iterator[_Piece]:
 
 
 def _window(timeline: Timeline, pieces: Iterable[Iterable[_Piece]]) -> tuple[int, int]:
-    """Return the time from the first to the last work of any replica, or the step's time if there is no
-    work.
-    """
+    """Return the (start, end) of the work of all replicas, or of the step if no replica worked."""
     work = [piece for own in pieces for piece in own]
     if not work:
         return timeline.window.start_ns, timeline.window.end_ns
@@ -275,8 +274,8 @@ def _engine(
     """Return the row of a replica.
 
     Args:
-        attributed: True if requests are known, with their replicas.
-        unplaced: True if other requests waited, and nothing tells for which replica.
+        attributed: True if recorded requests name their replicas.
+        unplaced: True if requests of an unknown replica waited.
     """
     idle = not work
     source: Source = "iterations" if idle or replica.passes else "requests"
@@ -323,7 +322,7 @@ def _engine(
 
 
 def _measure(replica: Replica, work: list[_Piece], window: tuple[int, int], source: Source) -> _Times:
-    """Sum over the instants of the window that the source covers."""
+    """Add up the times of a replica within the part of the window that the source covers."""
     stretches = [pair for recording in replica.recordings for pair in recording.stretches]
     recorded = stretches if source == "iterations" and stretches else [window]
     around = [
@@ -331,7 +330,7 @@ def _measure(replica: Replica, work: list[_Piece], window: tuple[int, int], sour
         *(_Piece(start_ns, end_ns, _Kind.PAUSED) for start_ns, end_ns in replica.pauses or ()),
         *(_Piece(start_ns, end_ns, _Kind.STALLED) for start_ns, end_ns in replica.stalls or ()),
     ]
-    if not work:  # samples are too far apart to say what was held up between passes
+    if not work:  # a replica with passes has no use for the counter: its samples are too far apart
         around += [_Piece(start_ns, end_ns, _Kind.HELD) for start_ns, end_ns in replica.held or ()]
     times = _Times(source)
     for from_ns, until_ns, levels in _levels([*work, *around]):
@@ -387,7 +386,9 @@ def _stop(levels: Levels) -> _Spent | None:
 
 
 def _levels(pieces: Iterable[_Piece]) -> Iterator[tuple[int, int, Levels]]:
-    """Yield (start, end, levels) for each stretch of constant levels with one above 0. The list is reused."""
+    """Yield (start, end, levels) for each stretch of time in which no level changes and one is above 0. The
+    same list is reused for all stretches.
+    """
     changes: dict[int, list[tuple[_Kind, int]]] = defaultdict(list)
     for start_ns, end_ns, kind, number in pieces:
         changes[start_ns].append((kind, number))
@@ -406,7 +407,7 @@ def _per(sum_: int, ns: int, digits: int = 2) -> float | None:
 
 
 def _load(work: Sequence[_Piece], window: tuple[int, int], opened_ns: int) -> tuple[Load, ...]:
-    """Return the load by requests if these are recorded, else by passes."""
+    """Return the load by spans of requests if there are any, else by passes."""
     start_ns, end_ns = window
     by_requests = any(piece.kind < _Kind.READS for piece in work)
     width = max(1, -(-(end_ns - start_ns) // BINS))
@@ -431,7 +432,7 @@ def _load(work: Sequence[_Piece], window: tuple[int, int], opened_ns: int) -> tu
 
 
 def engine_blocks(rows: Sequence[Engine], report: StepReport) -> Iterator[Block]:
-    """Yield the times and the requests of each replica, and the engines without phases."""
+    """Yield the times and the requests of each replica, and the processes without phases."""
     if rows:
         yield _times(rows)
         yield request_table(rows)
@@ -444,7 +445,7 @@ _LOST = (
     "do. Fix: one worker of each, or give the engine to capture(engines=...)"
 )
 _SGLANG_FRONT = {"request", "tokenizer", "api_server_dispatch"}
-"""Stages of an SGLang server's front end."""
+"""Stages of the front end of an SGLang server."""
 _NAME_PHASES = {
     False: (
         'Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
@@ -455,11 +456,11 @@ _NAME_PHASES = {
         "given names their iterations"
     ),
 }
-"""{`Phaseless.given`: advice on how to record the phases}."""
+"""Advice on how to record the phases, by `Phaseless.given`."""
 
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
-    """Name the engines whose phases are unknown, and say how to record these."""
+    """Return a sentence that names the processes without phases and says how to record the phases."""
     names = few([row.process for row in rows], LISTED)
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     fix = _LOST if any(row.lost for row in rows) else f". {_NAME_PHASES[rows[0].given]}"
@@ -505,7 +506,7 @@ def request_table(rows: Sequence[Engine]) -> TextTable:
 
 
 def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
-    """Return the name, with a `*` if a profiler recorded this replica and not all others."""
+    """Return the name of a row, with a `*` if a profiler recorded this replica but not all others."""
     return starred(row.replica, row.profiled and not all(other.profiled for other in rows))
 
 
@@ -515,7 +516,9 @@ def engine_note(rows: Sequence[Engine]) -> str:
 
 
 def iterations_of(row: Engine) -> str:
-    """Return `0 (idle)`, `50`, or with the numbers of each data-parallel engine `50 (24 + 26)`."""
+    """Return the number of iterations: `0 (idle)`, `50`, or with several data-parallel engines `50 (24 +
+    26)`.
+    """
     if row.is_idle:
         return "0 (idle)"
     parts = row.iterations_by_engine
@@ -524,14 +527,14 @@ def iterations_of(row: Engine) -> str:
 
 
 def engine_times(row: Engine) -> tuple[int | None, ...]:
-    """Return the times of `PHASES`."""
+    """Return the times of a row in the order of `PHASES`."""
     return (
         row.prefill_ns, row.decode_ns, row.mixed_ns, row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns,
     )  # fmt: skip
 
 
 def shares_of(row: Engine) -> list[str]:
-    """Return the percentages of `engine_times`; empty for unknown times."""
+    """Return the times of a row as percentages, empty where a time is unknown."""
     times = engine_times(row)
     shares = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
     return ["" if ns is None else next(shares) for ns in times]
@@ -556,12 +559,12 @@ def _request_cells(row: Engine) -> tuple[str, ...]:
 
 
 def _at_once(mean: float | None, most: int | None) -> str:
-    """Return `3.8 (12)`: the mean and the largest number."""
+    """Return the mean and the largest number: `3.8 (12)`."""
     return known(mean) if mean is None else f"{mean:,.1f} ({known(most)})"
 
 
 def known(value: float | None) -> str:
-    """Return `1,234`, `3.79`, or `-` for None."""
+    """Return a number as text: `1,234`, `3.79`, or `-` for None."""
     return "-" if value is None else f"{value:,}"
 
 
@@ -572,7 +575,7 @@ _TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{phase}" for
 
 
 def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
-    """Yield the engines, and the names of those without phases."""
+    """Yield the tables and charts of the engines, and the names of processes without phases."""
     phaseless = page.report.phaseless
     unnamed = tag("p", f"{say_phaseless(phaseless)}.", class_="note") if phaseless else EMPTY
     if rows:
@@ -592,8 +595,8 @@ def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Col
 
 
 def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
-    """Draw the load of some replicas, and return the drawing and a note on its scale. Empty if no engine has
-    a load.
+    """Return the drawing of the load of some replicas, and a note on its scale. Both are empty if no replica
+    has a load.
     """
     if not rows:
         return EMPTY, ""
@@ -612,7 +615,9 @@ def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Ht
 
 
 def _colour(phase: str, colours: Colours) -> str:
-    """Return the CSS class of the stage with that name, so that it has one colour all over the page."""
+    """Return the CSS class of the stage with that name, so that a stage has the same colour on the whole
+    page.
+    """
     stage = "rollout", phase
     return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
 
@@ -635,7 +640,7 @@ def _drawn_levels(load: Load) -> tuple[float, float, float]:
 
 
 def _drawn_load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
-    """Return stacked bars of decode, prefill and waiting requests, from the bottom up."""
+    """Return stacked bars of the decoding, prefilling and waiting requests, from the bottom up."""
     bars = []
     width_ns = row.load[1].start_ns - row.load[0].start_ns if len(row.load) > 1 else row.window_ns
     for load in row.load:
@@ -669,6 +674,6 @@ def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
 
 
 PHASELESS = Section(
-    name="phaseless",  # drawn with the engines
+    name="phaseless",  # shown with the engines
     compute=_phaseless,
 )
