@@ -245,6 +245,23 @@ def test_a_step_of_which_little_is_left_still_has_a_page(tmp_path: Path) -> None
     assert "trajectories" not in text
 
 
+def test_signs_on_marks_are_in_the_legend(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path)
+    signs = {"early", "open"}
+    assert signs.isdisjoint(kinds_of_swatches(folder))
+    driver = folder.processes[0]
+    driver.span("trajectory", -200 * MS, 100 * MS, trajectory="old")
+    driver.span("trajectory", 500 * MS, None, trajectory="next")
+    assert signs <= kinds_of_swatches(folder)
+    hovers = [attrs["data-t"] for _, attrs in Page(page_of(folder)).tags if "data-t" in attrs]
+    assert "old: 300 ms, began 200 ms before the step" in hovers
+
+
+def kinds_of_swatches(folder: StepFolder) -> set[str]:
+    classes = (set((attrs.get("class") or "").split()) for _, attrs in Page(page_of(folder)).tags)
+    return set[str]().union(*(own for own in classes if "swatch" in own))
+
+
 def test_a_runs_page_puts_its_steps_side_by_side(tmp_path: Path) -> None:
     page = Page(run_page(tmp_path))
     assert page.marks["steps"] > 3 * 4

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope_report.charts import Flight, Gantt, Group, Lanes, Mark, Row
 from stepscope_report.formatting import count, duration
-from stepscope_report.html.page import Colours, Html, percent, section, tag, text
+from stepscope_report.html.page import Colours, Html, join, legend, percent, section, tag, text
 
 LANE = 13
 """Pixels of a lane in which a name can be read."""
@@ -17,6 +17,8 @@ NAMED = 0.06
 LABELLED_STRIP = 9
 """In strips lower than this many pixels, only about every 64 pixels show a name; the pointer shows the
 others."""
+EARLY = 1000
+"""A call is drawn as begun before the step if at least 1 / `EARLY` of the step lies between the two."""
 
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
@@ -25,13 +27,37 @@ def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
     height = max(LANE, min(3 * LANE, TALL // max(lanes, 1)))
     groups = [*_path(path, height, chart.window_ns, colours)] if path else []
     groups += [part for group in chart.groups for part in _group(group, height, chart.window_ns, colours)]
-    used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
+    marks = [mark for group in chart.groups for row in group.rows for lane in row.lanes for mark in lane]
     body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
     note = (
         f"{count(chart.marks, 'mark')} for {count(chart.spans, 'span')}: calls of one stage in one process "
         f"that overlap are one mark, and so are neighbours shorter than {duration(chart.shortest_ns)}."
     )
-    return section("when", "Who ran what, when", colours.legend(used), body, note=note)
+    return section("when", "Who ran what, when", _legend(marks, chart.window_ns, colours), body, note=note)
+
+
+def _legend(marks: Sequence[Mark], window_ns: int, colours: Colours, flights: Sequence[Flight] = ()) -> Html:
+    """Return the legend of a chart: the stages, and the signs on marks and frames that the chart has."""
+    signs = (
+        (
+            "early",
+            "began before the step",
+            any(_is_early(one.start_ns, window_ns) for one in (*marks, *flights)),
+        ),
+        ("open", "no end recorded", any(one.open for one in (*marks, *flights))),
+        ("bad", "failed", any(_is_failed(mark) for mark in marks)),
+    )
+    stages = colours.legend({mark.label for mark in marks})
+    used = [(sign, name) for sign, name, is_used in signs if is_used]
+    return join(stages, legend(used)) if used else stages
+
+
+def _is_early(start_ns: int, window_ns: int) -> bool:
+    return start_ns < 0 and -start_ns * EARLY >= window_ns
+
+
+def _is_failed(mark: Mark) -> bool:
+    return mark.failed == mark.spans
 
 
 def _path(path: Sequence[Mark], height: int, window_ns: int, colours: Colours) -> Iterator[Html]:
@@ -82,14 +108,15 @@ def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, w
     left_ns, right_ns = max(mark.start_ns, 0), min(mark.end_ns, window_ns)
     if right_ns < left_ns:
         left_ns, right_ns = (0, 0) if right_ns < 0 else (window_ns, window_ns)
-    kind = f"m {colours.of(mark.label)}" + " bad" * (mark.failed == mark.spans) + " open" * mark.open
+    kind = f"m {colours.of(mark.label)}" + " bad" * _is_failed(mark) + " open" * mark.open
+    kind += " early" * _is_early(mark.start_ns, window_ns)
     width = percent(right_ns - left_ns, window_ns)
     inner = ""
     if height >= LANE and right_ns - left_ns >= NAMED * window_ns:
         inner = text(mark.label[1])
     return Html(
         f'<i class="{kind}" style="left:{percent(left_ns, window_ns)};width:{width};top:{top}px;'
-        f'height:{_thick(height)}px" data-t="{text(whose + _said(mark))}">{inner}</i>'
+        f'height:{_thick(height)}px" data-t="{text(whose + _said(mark, window_ns))}">{inner}</i>'
     )
 
 
@@ -98,8 +125,8 @@ def _thick(height: int) -> int:
     return height - 1 if height > 4 else height
 
 
-def _said(mark: Mark) -> str:
-    text = f"{' '.join(mark.label)}, {duration(mark.end_ns - mark.start_ns)} from {duration(mark.start_ns)}"
+def _said(mark: Mark, window_ns: int) -> str:
+    text = f"{' '.join(mark.label)}, {_when(mark, window_ns)}"
     if mark.spans > 1:
         text += f"; {mark.spans:,} pieces"
     if mark.gaps_ns:
@@ -107,20 +134,32 @@ def _said(mark: Mark) -> str:
     if mark.at_once > 1:
         text += f", up to {mark.at_once:,} at once"
     return (
-        text + ("; never ended" if mark.open else "") + (f"; {mark.failed:,} failed" if mark.failed else "")
+        text
+        + ("; no end recorded" if mark.open else "")
+        + (f"; {mark.failed:,} failed" if mark.failed else "")
     )
+
+
+def _when(drawn: Mark | Flight, window_ns: int) -> str:
+    """Return `3.40 s from 1.20 s`, or `3.40 s, began 1.20 s before the step`."""
+    took, start_ns = duration(drawn.end_ns - drawn.start_ns), drawn.start_ns
+    if _is_early(start_ns, window_ns):
+        return f"{took}, began {duration(-start_ns)} before the step"
+    return f"{took} from {duration(start_ns)}"
 
 
 def lanes(chart: Lanes, window_ns: int, colours: Colours) -> Html:
     """Return trajectories in lanes, and above them how many were in flight."""
     height = max(2, min(LANE, 480 // max(len(chart.lanes), 1)))
     tracks = [_lane(lane, height, window_ns, colours) for lane in chart.lanes]
-    used = {mark.label for lane in chart.lanes for flight in lane for mark in flight.marks}
+    flights = [flight for lane in chart.lanes for flight in lane]
+    marks = [mark for flight in flights for mark in flight.marks]
     body = tag(
         "div", axis(window_ns), _in_flight(chart.in_flight), *tracks,
         class_="chart", id="lanes", data_ns=window_ns,
     )  # fmt: skip
-    return section("trajectories", "Trajectories", colours.legend(used), body, note=_lanes_note(chart))
+    key = _legend(marks, window_ns, colours, flights)
+    return section("trajectories", "Trajectories", key, body, note=_lanes_note(chart))
 
 
 def _lanes_note(chart: Lanes) -> str:
@@ -153,10 +192,8 @@ def _frame(flight: Flight, height: int, window_ns: int) -> Html:
     """
     left_ns, right_ns = max(flight.start_ns, 0), min(flight.end_ns, window_ns)
     place = f"left:{percent(left_ns, window_ns)};width:{percent(max(right_ns - left_ns, 0), window_ns)}"
-    hover = (
-        f"{flight.trajectory}: {duration(flight.end_ns - flight.start_ns)} from {duration(flight.start_ns)}"
-    )
-    kind = "frame open" if flight.open else "frame"
+    hover = f"{flight.trajectory}: {_when(flight, window_ns)}{'; no end recorded' * flight.open}"
+    kind = "frame" + " open" * flight.open + " early" * _is_early(flight.start_ns, window_ns)
     return tag("i", class_=kind, style=f"{place};height:{_thick(height)}px", data_t=hover)
 
 
