@@ -38,13 +38,10 @@ def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
 
 def _legend(marks: Sequence[Mark], window_ns: int, colours: Colours, flights: Sequence[Flight] = ()) -> Html:
     """Return the legend of a chart: the stages, and the signs on marks and frames that the chart has."""
+    drawn: tuple[Mark | Flight, ...] = (*marks, *flights)
     signs = (
-        (
-            "early",
-            "began before the step",
-            any(_is_early(one.start_ns, window_ns) for one in (*marks, *flights)),
-        ),
-        ("open", "no end recorded", any(one.open for one in (*marks, *flights))),
+        ("early", "began before the step", any(_is_early(one.start_ns, window_ns) for one in drawn)),
+        ("open", "no end recorded", any(one.open for one in drawn)),
         ("bad", "failed", any(_is_failed(mark) for mark in marks)),
     )
     stages = colours.legend({mark.label for mark in marks})
