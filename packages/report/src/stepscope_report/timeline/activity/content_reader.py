@@ -492,25 +492,23 @@ class Reading:
         self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]
     ) -> None:
         """Add operators and what nests with them."""
-        # As an attribute, these methods would keep this object until the next garbage collection.
-        handler_of: Callable[[str], Callable[[Complete], None] | None] = {
-            **dict.fromkeys(_ANNOTATIONS, self._annotation),
-            **dict.fromkeys(_SYNCS, self._wait),
-            "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
-        }.get
         backward: list[Complete] = []
         nesting = self._nesting
-        still, (add_start, add_end, add_name) = nesting.open, Slices().adders()
+        still, slices = nesting.open, Slices()
+        begins, until, numbers = list[float](), list[float](), list[int]()
         pid: Any = None
         tid = pid
         known_of, cover, shaped, beside = self._known.get, self.operators_ran.add, _Shaped, _BESIDE
+        operators = _OPERATORS
         for event, start, end in zip(events, starts_us, ends, strict=True):
-            handler = handler_of(event.cat)
-            if handler is not None:
-                handler(event)
+            if event.cat not in operators:
+                self._other(event)
                 continue
             known = known_of(event.name)
             if known is None or type(event) is shaped:
+                if begins:  # it is added at once, and slices stay in the order of the file
+                    slices.extend(begins, until, numbers)
+                    begins, until, numbers = [], [], []
                 self._operator(event)
                 continue
             number, operator, is_backward = known
@@ -518,10 +516,12 @@ class Reading:
                 pid, tid = event.pid, event.tid
                 nesting = self._threads[pid, tid]
                 still = nesting.open
-                add_start, add_end, add_name = self._host.operators_of((pid, tid)).adders()
-            add_start(start)
-            add_end(end)
-            add_name(number)
+                slices.extend(begins, until, numbers)
+                slices = self._host.operators_of((pid, tid))
+                begins, until, numbers = [], [], []
+            begins.append(start)
+            until.append(end)
+            numbers.append(number)
             if is_backward:
                 backward.append(event)
             dur = event.dur
@@ -547,26 +547,42 @@ class Reading:
             else:
                 cover(start, end)
             still.append((end, operator))
+        slices.extend(begins, until, numbers)
         if backward:
             self._of_backward(backward)
+
+    def _other(self, event: Complete) -> None:
+        if event.cat in _ANNOTATIONS:
+            self._annotation(event)
+        elif event.cat in _SYNCS:
+            self._wait(event)
+        else:
+            self.seen(event.ts, event.ts + event.dur)
 
     def _frames(self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]) -> None:
         """Add functions of Python."""
         pid: Any = None
         tid = pid
-        add_start, add_end, add_name = Slices().adders()
+        slices = Slices()
+        begins, until, numbers = list[float](), list[float](), list[int]()
         known_of = self._known_frames.get
         for event, start, end in zip(events, starts_us, ends, strict=True):
             known = known_of(event.name)
             if known is None:
+                if begins:
+                    slices.extend(begins, until, numbers)
+                    begins, until, numbers = [], [], []
                 self._frame(event)
                 continue
             if event.tid != tid or event.pid != pid:
                 pid, tid = event.pid, event.tid
-                add_start, add_end, add_name = self._host.frames_of((pid, tid)).adders()
-            add_start(start)
-            add_end(end)
-            add_name(known)
+                slices.extend(begins, until, numbers)
+                slices = self._host.frames_of((pid, tid))
+                begins, until, numbers = [], [], []
+            begins.append(start)
+            until.append(end)
+            numbers.append(known)
+        slices.extend(begins, until, numbers)
 
     def _asynchronous(self, event: _Begin | _End) -> None:
         """Add a collective as NCCL's example profiler writes it: a pair of asynchronous events, not a slice.
@@ -610,9 +626,12 @@ class Reading:
     def _of_backward(self, events: Sequence[Complete]) -> None:
         """Add operators of torch's backward."""
         self._steps.add_backward([(event.ts, event.ts + event.dur) for event in events])
-        for event, facts in zip(events, _all_facts(events), strict=True):
-            if facts.sequence >= 0:
-                self._links.backward(event.name, max(0, facts.thread), facts.sequence)
+        facts = _all_facts(events)
+        self._links.backward(
+            [event.name for event in events],
+            [said.thread for said in facts],
+            [said.sequence for said in facts],
+        )
 
     def _wait(self, event: Complete) -> None:
         facts = _facts(event)
@@ -670,21 +689,28 @@ class Reading:
     def _kernels(self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]) -> None:
         """Add work of devices."""
         facts, durs = _all_facts(events), [event.dur for event in events]
+        names = [event.name for event in events]
         by_track: dict[tuple[int | str, int | str, int], list[int]] = defaultdict(list)
-        by_name: dict[str, list[int]] = defaultdict(list)
-        for number, (event, said) in enumerate(zip(events, facts, strict=True)):
-            by_track[event.pid, event.tid, said.device].append(number)
-            by_name[event.name].append(number)
+        places = zip(
+            [event.pid for event in events],
+            [event.tid for event in events],
+            [said.device for said in facts],
+            strict=True,
+        )
+        for number, place in enumerate(places):
+            by_track[place].append(number)
+        by_name: dict[str, list[float]] = defaultdict(list)
+        for name, dur in zip(names, durs, strict=True):
+            by_name[name].append(dur)
         works: list[Work] = ["compute"] * len(events)
-        for name, numbers in by_name.items():
-            kernel = self.kernels.get(name) or self._new_kernel(name, events[numbers[0]].cat)
-            own = [durs[number] for number in numbers]
+        for name, own in by_name.items():
+            kernel = self.kernels.get(name) or self._new_kernel(name, events[names.index(name)].cat)
             kernel.count += len(own)
             kernel.total_us = sum(own, kernel.total_us)
             kernel.max_us = max(kernel.max_us, *own)
             copies = kernel.work != "communication" and _TO_DEVICE.search(name) is not None
             if kernel.work != "compute" or copies:
-                for number in numbers:
+                for number in (at for at, other in enumerate(names) if other == name):
                     works[number] = kernel.work
                     if copies:
                         self._steps.add_copy(starts_us[number], durs[number])
@@ -698,7 +724,7 @@ class Reading:
             of_device[track.stream[0]] += numbers
             for number in numbers:
                 streams[number] = track.number
-            computed = [durs[number] for number in numbers if works[number] == "compute"]
+            computed = [durs[at] for at in numbers if works[at] == "compute"]
             if computed:
                 self._streams[track.stream] = sum(computed, self._streams[track.stream])
             if not linked:  # nodes of one graph run beside each other on one stream

@@ -11,16 +11,16 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from operator import itemgetter, le, sub
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from stepscope_report.timeline.activity.doubts import NEVER, Starts
-from stepscope_report.timeline.activity.intervals import Cover, Covered, Names, Pair, Slices
+from stepscope_report.timeline.activity.intervals import Cover, Covered, Names, Pair, Slices, packed
 
 GapKind: TypeAlias = Literal[
     "synchronisation", "data loader", "garbage collection", "compilation", "memory allocation", "copies",
@@ -98,20 +98,22 @@ class DeviceKernels:
         self.talks = bytearray()
         """1 for each kernel that communicates."""
 
-    def extend(self, columns: Sequence[Iterable[Any]]) -> None:
+    def extend(self, columns: Sequence[Sequence[Any]]) -> None:
         """Add kernels: their starts, ends, correlations, numbers of streams, and whether they communicate."""
-        own: tuple[Any, ...] = (self.starts, self.ends, self.correlations, self.streams, self.talks)
-        for column, values in zip(own, columns, strict=True):
-            column.extend(values)
+        *numbers, talks = columns
+        own: list[array[Any]] = [self.starts, self.ends, self.correlations, self.streams]
+        for column, values in zip(own, numbers, strict=True):
+            column.frombytes(packed(column.typecode, values))
+        self.talks.extend(talks)
 
     def by_start(
-        self, launches: Sequence[float], threads: Sequence[float]
-    ) -> Iterator[tuple[float, float, float, float]]:
+        self, launches: Sequence[float], threads: Sequence[int]
+    ) -> Iterator[tuple[float, float, float, int]]:
         """Yield (start, end, launch, thread) of the kernels in the order of their starts."""
         columns = self.starts, self.ends, launches, threads
         if all(map(le, self.starts, islice(self.starts, 1, None))):
             return zip(*columns, strict=True)
-        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        order = array("q", sorted(range(len(self.starts)), key=self.starts.__getitem__))
         return ((self.starts[at], self.ends[at], launches[at], threads[at]) for at in order)
 
     def running(self, at_us: float, stream: int) -> Iterator[float]:
@@ -141,6 +143,8 @@ class Host:
         """Functions of Python by thread, where the trace has stacks."""
         self._operators: dict[int, Slices] = defaultdict(Slices)
         self._launched, self._launched_by = Starts(), Starts()
+        self._launcher: int | None = None
+        """The thread of the first call. `_launched_by` has the other threads alone."""
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self._syncs: list[tuple[float, float, int, int]] = []
         """(end, start, thread, name)."""
@@ -158,7 +162,11 @@ class Host:
     ) -> None:
         """Add times and threads of calls into the runtime of a device, by their correlations, or -1."""
         self._launched.extend(correlations, starts_us)
-        self._launched_by.extend(correlations, threads)
+        if self._launcher is None:
+            self._launcher = next(iter(threads), None)
+        others = [thread != self._launcher for thread in threads]
+        if any(others):
+            self._launched_by.extend(compress(correlations, others), compress(threads, others))
 
     def calls(
         self, names: Sequence[str], starts: Sequence[float], ends: Sequence[float], threads: Sequence[int]
@@ -226,11 +234,17 @@ class Host:
         """True if the trace has calls that launched kernels."""
         return bool(self._launched)
 
-    def launches_of(self, correlations: Iterable[int]) -> tuple[array[float], array[float]]:
+    def launches_of(self, correlations: Sequence[int]) -> tuple[array[float], Sequence[int]]:
         """Return the times and the threads of the calls that launched kernels; a time is `NEVER` if it is
         unknown.
         """
-        return self._launched.of(correlations), self._launched_by.of(correlations)
+        launcher = _NO_THREAD if self._launcher is None else self._launcher
+        threads = array("i", [launcher]) * len(correlations)
+        if self._launched_by:
+            for at, thread in enumerate(self._launched_by.of(correlations)):
+                if thread != NEVER:
+                    threads[at] = int(thread)
+        return self._launched.of(correlations), threads
 
     def gaps(self, first: float, last: float) -> Gaps:
         """Return each gap of each device between two times, with its cause."""
@@ -389,7 +403,7 @@ class _Judge:
         self._ends = array("d", map(itemgetter(0), self._syncs))
         self._threads = [Covered(slices.pairs()) for slices in operators.values()]
 
-    def cause(self, start: float, end: float, launch: float, thread: float) -> _Cause:
+    def cause(self, start: float, end: float, launch: float, thread: int) -> _Cause:
         """Return the cause of a gap.
 
         Args:
@@ -397,10 +411,10 @@ class _Judge:
             thread: Thread that launched it.
         """
         if launch <= start:
-            return _QUEUED, int(thread), launch, ""
+            return _QUEUED, thread, launch, ""
         if launch == NEVER and self._knows_launches:
             return _UNKNOWN, _NO_THREAD, start, ""
-        by = self._main if launch == NEVER else int(thread)
+        by = self._main if launch == NEVER else thread
         until = launch if launch < end else end
         middle, half = (start + until) / 2, (until - start) / 2
         for kind, covered in self._held:

@@ -160,12 +160,19 @@ class Links:
         self._calls += 1
         self._without += not complete
 
-    def backward(self, name: str, thread: int, sequence: int) -> None:
-        """Add an operator of the backward pass with the sequence number of its forward operator."""
-        own, known = self._names.setdefault(name, len(self._names)), self._backward[thread].get(sequence)
-        if known is None or known not in (own, -1):
-            self._shared += known is not None
-            self._backward[thread].add(sequence, own if known is None else -1)
+    def backward(self, names: Sequence[str], threads: Sequence[int], sequences: Sequence[int]) -> None:
+        """Add operators of the backward pass with the threads and the sequence numbers of their forward
+        operators; a number is -1 if it is not stated.
+        """
+        numbers = {name: self._names.setdefault(name, len(self._names)) for name in set(names)}
+        for name, thread, sequence in zip(names, threads, sequences, strict=True):
+            if sequence < 0:
+                continue
+            of_thread, own = self._backward[max(thread, 0)], numbers[name]
+            known = of_thread.get(sequence)
+            if known is None or known not in (own, -1):
+                self._shared += known is not None
+                of_thread.add(sequence, own if known is None else -1)
 
     def doubts(self) -> Iterator[tuple[str, int]]:
         """Yield each doubt with its number of events. At a recording's edges records may lack, and torch
@@ -191,8 +198,11 @@ def _add_some(
     correlations: Sequence[int],
 ) -> None:
     """Add the calls of one kind."""
-    own = set(filter(kind, set(names)))
-    if own:
+    different = set(names)
+    own = set(filter(kind, different))
+    if len(own) == len(different):
+        to.extend(correlations, starts_us)
+    elif own:
         to.extend(
             [
                 correlation if name in own else -1

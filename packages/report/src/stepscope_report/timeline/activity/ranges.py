@@ -132,7 +132,7 @@ class Labels:
                 device.starts, device.ends, launched, threads, device.talks, strict=True
             ):
                 if called != NEVER:
-                    thread = int(by) if int(by) in nested else main
+                    thread = by if by in nested else main
                     by_thread[thread].append((called, start, end, talks))
         of_main = by_thread.pop(main, [])
         for thread, launches in by_thread.items():
