@@ -1,4 +1,4 @@
-"""*Why is the device idle?*: the gaps between the kernels of traces, by cause, call and line."""
+"""*Why is the device idle?*: gaps between the device's kernels in traces, by cause, call and source line."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ REMEDIES: dict[GapKind, str] = {
     "names it",
     "queued": "little to do: kernels that wait for another stream, or the gaps of many small ones",
 }
-"""Advice by cause of gaps."""
+"""Advice for each cause of gaps."""
 _FLOOR = 100
-"""Causes below one part in this many of the idle time have no line in a terminal."""
+"""A cause has a line in a terminal if it has at least 1 / `_FLOOR` of the idle time."""
 
 
 class GapRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps in the work of a process' devices that have one cause, in one call at one line."""
+    """Gaps of the devices of one process that have the same cause, call and source line."""
 
     process: str
     role: str
     kind: GapKind
     call: str
-    """The call that waited, with the operator around it; empty if no call is the cause."""
+    """The CPU call that the device waited for, with the operator around it. Empty if no call is the cause."""
     place: str
-    """The innermost line of the user's code; empty unless the trace has stacks."""
+    """Innermost source line of the user's code at the gap. Empty if the trace has no stacks."""
     count: int
     total_ns: int
     longest_ns: int
     doubted: bool = False
-    """True if a trace of the process is in doubt."""
+    """True if a trace of the process is in doubt, so that its times may be wrong."""
 
 
 def gap_rows(activities: Sequence[TraceActivity]) -> Table[GapRow]:
-    """Return the gaps of each process, the longest total first."""
+    """Return the gaps of each process, the largest total time first."""
     doubted = doubted_processes(activities)
     sums: dict[tuple[str, str, GapKind, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for activity in activities:
@@ -84,7 +84,7 @@ def gap_rows(activities: Sequence[TraceActivity]) -> Table[GapRow]:
 
 
 class CauseOfGaps(NamedTuple):
-    """All gaps of the processes of one role with one cause."""
+    """All gaps with one cause in the processes of one role."""
 
     role: str
     kind: GapKind
@@ -92,13 +92,13 @@ class CauseOfGaps(NamedTuple):
     total_ns: int
     longest_ns: int
     mostly: GapRow
-    """The row with the most time."""
+    """The row of the call and line with the most time; of several such rows, the longest."""
     mostly_ns: int
-    """Time of all rows with that call and line."""
+    """Total time of all rows with the call and line of `mostly`."""
 
 
 def causes_of_gaps(rows: Sequence[GapRow]) -> list[CauseOfGaps]:
-    """Return the causes of each role, the one with the most time first."""
+    """Return the causes of gaps by role, the one with the most time first."""
     causes = []
     for (role, kind), own in grouped(rows, lambda row: (row.role, row.kind)).items():
         places = grouped(own, lambda row: (row.call, row.place)).values()
@@ -118,7 +118,7 @@ def causes_of_gaps(rows: Sequence[GapRow]) -> list[CauseOfGaps]:
 
 
 def gap_blocks(rows: Sequence[GapRow], report: StepReport) -> Iterator[Block]:
-    """Yield a table of the causes of each role."""
+    """Yield a table of the causes of gaps for each role."""
     columns = ("because", ">idle", ">%", ">gaps", ">longest", "mostly")
     for role, causes in grouped(causes_of_gaps(rows), lambda cause: cause.role).items():
         idle_ns = sum(cause.total_ns for cause in causes)
@@ -142,7 +142,9 @@ def gap_blocks(rows: Sequence[GapRow], report: StepReport) -> Iterator[Block]:
 
 
 def where(cause: CauseOfGaps) -> str:
-    """Return `cudaStreamSynchronize in aten::item, train.py(41): step`, with its time if it is a part."""
+    """Return the call and line that caused most of the gaps: `cudaStreamSynchronize in aten::item,
+    train.py(41): step`. Their time is added if they caused only a part.
+    """
     parts = [part for part in (cause.mostly.call, cause.mostly.place) if part]
     if not parts:
         return ""

@@ -1,6 +1,7 @@
-"""Reasons to doubt a report: missing, dropped, open or broken data, unsure clocks, the recording's cost.
+"""*Complete, or not*: reasons to doubt a report, such as missing, dropped or damaged data, calls without an
+end, inexact clocks, and the cost of recording.
 
-One file above 500 lines: terminal, page and brief say what its fields tell in the same words.
+This file is longer than 500 lines because terminal, page and brief show its fields in the same words.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ if TYPE_CHECKING:
 
 
 class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One span that stands out: it failed, or it never ended."""
+    """A span that failed or has no end."""
 
     process: str
     role: str
     stage: str
     start_ns: int | None
-    """The time after the capture opened, or None if its process is unaligned."""
+    """Start of the span in ns after the capture opened. None if the clock of its process is unaligned."""
     wall_ns: int
-    """Duration; up to the last sign of life if the span never ended."""
+    """Duration of the span. Without an end: the time until the last sign of life of its process."""
     trajectory: str | None
     turn: int | None
     error: str | None
 
 
 class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: what it left, the alignment of its clock, and the cost of profiling it."""
+    """One process: its spans, the alignment of its clock, and the cost of recording."""
 
     name: str
     host: str
@@ -69,7 +70,7 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     """False if the process never closed its capture."""
     spans: int
     dropped: int | None
-    """Number of dropped spans, or None if the process died before it recorded that number."""
+    """Number of spans that the process dropped. None if it died before it reported the number."""
     clock: ProcessClock
     cost: OwnCost | None
     profiled: bool = False
@@ -79,59 +80,67 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Spans recorded in this step that are another step's work (asynchronous RL)."""
+    """Spans that were recorded in this step but are the work of another step (asynchronous RL)."""
 
     step: int
     spans: int
     total_ns: int
     policy_versions: tuple[int, ...]
     under_way: int = 0
-    """Number of these spans that went on when their process closed the capture, as work for a later step
-    may."""
+    """Number of these spans that were still running when their process closed its capture. That is normal for
+    work of a later step."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
-    """State of the manifest, or `partial` if data of an `ok` one is missing or damaged; None if no parts."""
+    """State in the manifest, but `partial` instead of `ok` or `skipped` if there are doubts. None if the step
+    has no manifest."""
     missing: tuple[str, ...]
-    """A line for each expected thing that is missing, partial, failed or pending, with the reason."""
+    """One line with the reason for each expected part that is missing, partial, failed or pending."""
     skipped: tuple[str, ...]
-    """One line for each thing that was not recorded on purpose, with its reason."""
+    """One line with the reason for each part that was intentionally not recorded."""
     warnings: tuple[str, ...] = ()
-    """One line for each thing that was probably meant to be recorded and was not, with the reason."""
+    """One line with the reason for each part that the user probably wanted but that was not recorded."""
     notes: tuple[str, ...] = ()
-    """A line for each fact about a recording that is no error: fewer iterations than asked for, say."""
+    """One line for each remarkable fact that is no error, such as fewer iterations than requested."""
     uncalled: tuple[str, ...] = ()
-    """Functions that `instrument` replaced in some process, and of which no process recorded a call."""
+    """Functions that `instrument` replaced but of which no process recorded a call."""
     opened_by: OpenedBy = "program"
-    """Opener of the capture. Advice names only what a user who opens captures this way can change."""
+    """`instrument` if an unedited program was instrumented, `program` if the program opens captures itself.
+    Advice names only settings that its user can change."""
     user_error: str | None
-    """The user's exception that ended the capture, or None. It alone leaves nothing incomplete."""
+    """The exception of the user's code that ended the capture, or None. An exception alone does not make the
+    step incomplete."""
     captures: int = 1
-    """Number of captures of the step in one process. This report is of the last one."""
+    """Number of times that one process captured this step. The report is of the last capture."""
     recorder: Recorded | None = None
-    """The event upon which the flight recorder wrote the step, or None if the step was captured."""
+    """The event for which the flight recorder wrote the step. None if the step was captured."""
     held: str = ""
-    """The first line of `stepscope why` at the hang or signal upon which the flight recorder wrote the step;
-    empty for others."""
+    """First line of `stepscope why` at the hang or signal for which the flight recorder wrote the step. Empty
+    otherwise."""
     broken: tuple[FileProblem, ...]
-    """Files that are missing or damaged, including traces if these were read."""
+    """Files that are missing or damaged. Traces are included only if the report has read them."""
     dropped: int
-    """Number of spans that were not written, in all processes that lived long enough to report it."""
+    """Number of spans that were dropped, in all processes that reported the number."""
     open_spans: tuple[SpanRow, ...]
-    """Spans without an end: first those of processes that never closed their capture, then by length. Work
-    for a later step that goes on when its process closes is in `other_steps` instead."""
+    """Spans without an end: first those of processes that never closed their capture, then by duration. Spans
+    of later steps that were running when their process closed its capture are in `other_steps` instead."""
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
     doubts: tuple[str, ...]
-    """All reasons why the step is not complete."""
+    """All reasons why the step is not complete; empty for a complete step."""
     complete: bool
-    """True if nothing is missing, partial, failed, dropped or unaligned, and all captures were closed."""
+    """True if nothing is missing, partial, failed, dropped or unaligned, and every process closed its
+    capture."""
 
 
 def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Health:
-    """Return the health of a step. `traces` are the problems inside its traces, if these were read."""
+    """Return the health of a step.
+
+    Args:
+        traces: Problems found inside the step's traces; empty if the traces were not read.
+    """
     manifest = timeline.manifest
     missing = () if manifest is None else (*manifest.problems(), *manifest.awaited())
     reasons = doubts(timeline, traces)
@@ -163,11 +172,11 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
 
 
 def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
-    """Return the names of processes whose recording was ended before their work, by a budget, SIGTERM or
-    their exit.
+    """Return the names of the processes whose recording ended before their work did: by a budget, by SIGTERM,
+    or by their exit.
 
     Args:
-        by_a_budget: Only processes whose recording a budget ended.
+        by_a_budget: Return only those whose recording a budget ended.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     latest = {part.process.key: part for part in sorted(parts, key=lambda part: part.opened.wall_ns)}
@@ -180,7 +189,7 @@ def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset
 
 
 def is_truncated(part: ProcessPart) -> bool:
-    """Return whether a budget ended the recording of spans."""
+    """Return True if a budget ended the recording of spans."""
     return any(item.kind == "spans" and item.truncated for item in part.expected)
 
 
@@ -206,8 +215,8 @@ def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ..
 
 
 def _is_among(labels: Set[str], stage: str) -> bool:
-    """Return whether a `role/stage` is one of `labels`. A `*` in a label stands for a part that each call
-    sets.
+    """Return True if `stage` (`role/stage`) is one of `labels`. A `*` in `stage` matches any text, because
+    each call may fill in that part.
     """
     return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
 
@@ -222,7 +231,9 @@ def _never_ended(timeline: Timeline) -> list[Span]:
 
 
 def _goes_on(timeline: Timeline, span: Span) -> bool:
-    """Return whether a span without an end is work for a later step in a process that closed its capture."""
+    """Return True if a span has no end because it is work for a later step and its process closed its
+    capture.
+    """
     closed = timeline.processes[span.process].closed_ns is not None
     return closed and span.end_ns is None and timeline.leaves(span)
 
@@ -258,7 +269,9 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
 
 
 def _dead(timeline: Timeline) -> frozenset[str]:
-    """Return `ProcessInfo.key` of each process that did not live to close its capture, by its host or Ray."""
+    """Return the `ProcessInfo.key` of each process that is known, by its host or by Ray, to have died before
+    it closed its capture.
+    """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     dead = {one.process for part in parts for one in part.absent if one.died}
     dead |= {part.process.key for part in parts if any(item.died for item in part.expected)}
@@ -291,7 +304,7 @@ UNCALLED = "Instrumented, without a recorded call: not called in this step, or c
 
 
 def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
-    """Yield the processes, and the reasons to doubt the numbers above."""
+    """Yield the processes, and the reasons to doubt the report."""
     yield _said_processes(health.processes)
     if health.complete and not health.errors:
         yield Paragraph(say_complete(health))
@@ -299,7 +312,9 @@ def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
 
 
 def health_lists(health: Health) -> Iterator[Listing]:
-    """Yield what is missing, open, failed or foreign, each with its reason."""
+    """Yield lists of everything that is missing, without an end, failed, or of another step, with the
+    reasons.
+    """
     lists: tuple[tuple[str, Iterable[str]], ...] = (
         (NOT_COMPLETE, health.doubts),
         ("Never ended", map(say_span, health.open_spans)),
@@ -317,17 +332,18 @@ def health_lists(health: Health) -> Iterator[Listing]:
 
 
 def say_other_runs(report: StepReport) -> str:
-    """Name the other runs that captured this step; empty without any."""
+    """Return a sentence that names other runs that captured this step. Empty if there are none."""
     others = [run for run in report.runs if run != report.run_id]
     return f"Other runs captured this step too, see --run: {', '.join(others)}" if others else ""
 
 
 def say_others(run_id: str | None, others: Mapping[str, Sequence[int]]) -> str:
-    """Name the steps of a folder that are left out because other runs alone captured them.
+    """Return a sentence on the steps of a folder that only other runs captured, and that are therefore left
+    out.
 
     Args:
         run_id: The run that is shown.
-        others: {id of another run: those of its steps}.
+        others: Steps by the id of the run that captured them.
     """
     left = "; ".join(f"step {numbers(steps)} of run {run}" for run, steps in others.items())
     return f"Only run {run_id} is shown. Left out, see --run: {left}"
@@ -338,9 +354,9 @@ FIRST = "First the processes with trouble, then the least sure clock and the one
 
 
 def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
-    """Return the processes with the `shown` most telling ones first, and a note on that order.
+    """Return the processes in order of trouble, and a sentence that explains the order.
 
-    Processes that are all shown stay in their order, without a note.
+    If all processes can be shown, they keep their order, and the sentence is empty.
     """
     if len(processes) <= shown:
         return processes, ""
@@ -371,14 +387,16 @@ def _said_processes(processes: Sequence[ProcessRow]) -> TextTable:
 
 
 def cost_cells(row: ProcessRow) -> tuple[str, ...]:
-    """Return the cost of opening, closing, exporting, and of spans."""
+    """Return the times for opening, closing, exporting and recording spans, as text."""
     cost = row.cost
     times = (None,) * 4 if cost is None else (cost.start_ns, cost.stop_ns, cost.export_ns, cost.spans_ns)
     return tuple(map(duration, times))
 
 
 def clock(process: ProcessRow) -> str:
-    """Describe how the process' times were aligned to the owner's clock, with the uncertainty."""
+    """Return the way in which the process' clock was aligned with the owner's clock, and the uncertainty, as
+    text.
+    """
     alignment = process.clock
     if alignment.uncertainty_ns is None:
         return alignment.alignment
@@ -391,8 +409,8 @@ def clock(process: ProcessRow) -> str:
 
 
 def clock_notes(health: Health) -> list[str]:
-    """Return a line for each reason why collectives did not align a clock, and for each assumption about
-    one.
+    """Return a line for each reason why collectives did not align a clock, and for each assumption about a
+    clock.
     """
     notes: dict[str, list[str]] = {}
     for process in health.processes:
@@ -408,7 +426,7 @@ def say_complete(health: Health) -> str:
 
 
 def say_recorder(health: Health) -> str:
-    """Return the sentence on a step that the flight recorder wrote. Empty for a captured one."""
+    """Return the sentence on a step that the flight recorder wrote. Empty for a captured step."""
     if health.recorder is None:
         return ""
     held = f"At that moment: {plain(health.held)}. " if health.held else ""
@@ -422,8 +440,8 @@ def say_again(health: Health) -> str:
 
 
 def say_deaths(health: Health) -> str:
-    """Name up to three processes that died in the step, each with the longest call that it died in. Empty if
-    none died.
+    """Return the names of up to three processes that died in the step, each with the longest call that it was
+    in. Empty if none died.
     """
     dead = [row.name for row in health.processes if row.died]
     calls = {span.process: f"{span.role} {span.stage}" for span in reversed(health.open_spans)}
@@ -433,9 +451,7 @@ def say_deaths(health: Health) -> str:
 
 
 def say_ended(health: Health) -> str:
-    """Name the exception that ended the capture. Empty if there was none. An exception alone leaves nothing
-    incomplete.
-    """
+    """Return the sentence that names the exception that ended the capture. Empty if none did."""
     if health.user_error is None:
         return ""
     what = "capture" if health.recorder is None else "step"
@@ -446,8 +462,8 @@ def say_ended(health: Health) -> str:
 
 
 def say_incomplete(health: Health) -> str:
-    """Return the first reason why the step is not complete, and the number of further ones. Empty if it is
-    complete.
+    """Return the first reason why the step is not complete, and the number of further reasons. Empty for a
+    complete step.
     """
     reasons = health.doubts
     if not reasons:
@@ -457,14 +473,14 @@ def say_incomplete(health: Health) -> str:
 
 
 def say_span(row: SpanRow) -> str:
-    """Return `actor 0: actor update_actor, began at 1.20 s, 3.40 s`."""
+    """Return one span as text: `actor 0: actor update_actor, began at 1.20 s, 3.40 s`."""
     began = "" if row.start_ns is None else f", began at {duration(row.start_ns)}"
     whose = "" if row.trajectory is None else f", {turn(row.trajectory, row.turn)}"
     return f"{row.process}: {row.role} {row.stage}{whose}{began}, {duration(row.wall_ns)}"
 
 
 def say_other(other: OtherStep) -> str:
-    """Return `step 1: 3 spans, 1.20 s in sum, policy version 4`."""
+    """Return the spans of another step as text: `step 1: 3 spans, 1.20 s in sum, policy version 4`."""
     versions = ", ".join(map(str, other.policy_versions))
     line = f"step {other.step}: {count(other.spans, 'span')}, {duration(other.total_ns)} in sum"
     line += f", policy version {versions}" if versions else ""
@@ -472,11 +488,12 @@ def say_other(other: OtherStep) -> str:
 
 
 DRAWN = 256
-"""Processes in the table. Each is ten cells, and a browser opens thousands of cells slowly."""
+"""Largest number of processes in the table. Each has ten cells, and browsers are slow with thousands of
+cells."""
 
 
 def draw_health(health: Health, page: Page) -> Iterator[Html]:
-    """Yield what is missing or broken, the processes, and links to the step's files."""
+    """Yield the lists of missing and failed parts, the table of processes, and links to the step's files."""
     complete = [tag("p", say_complete(health), class_="said good")] if health.complete else []
     yield section("complete", "Complete, or not", *complete, *map(draw, health_lists(health)))
     yield _drawn_processes(health.processes)
@@ -509,14 +526,14 @@ def _process(row: ProcessRow) -> tuple[str | Html, ...]:
 
 
 def _files(files: Sequence[StepFile]) -> Html:
-    """Return links to the step's files, relative, so that a copied folder keeps them."""
+    """Return links to the step's files. They are relative, so that they work in a copy of the folder."""
     rows = [(_link(file.path), file.what, size(file.bytes)) for file in files]
     note = "Spans and traces are this page's sources; stepscope report --json prints all tables."
     return section("files", "Files", table(("file", "what", ">size"), rows), note=note)
 
 
 def _link(path: str) -> Html:
-    # "./" first: a name like `javascript:x` is a path then, and no scheme.
+    # "./" makes a path of a name like `javascript:x`, which would else be a scheme.
     return tag("a", path, href="./" + quote(path))
 
 

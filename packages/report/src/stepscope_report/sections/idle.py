@@ -1,6 +1,7 @@
-"""*Idle*: the time in which a process ran no call, by its probable cause.
+"""*Idle*: time in which a process ran no call, by probable cause.
 
-One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+This file is longer than 500 lines because the numbers of a section, its tables and its charts are read
+together.
 """
 
 from __future__ import annotations
@@ -41,68 +42,68 @@ IdleKind: TypeAlias = Literal[
 
 
 class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
-    """A cause of idle time: what the step waited for meanwhile, by its critical path."""
+    """A cause of idle time: the work on the step's critical path while the process was idle."""
 
     kind: IdleKind
-    """Kind of the cause. `slowest rank`: others of the same role still ran a stage that this process ran too.
-    `own profiler`: the engine of this replica served nothing while its profiler wrote. `not known`: nothing
-    recorded says what the step waited for."""
+    """Kind of the cause. `slowest rank`: other processes of the same role still ran a stage that this process
+    had run too. `own profiler`: the engine of this replica served nothing while its profiler wrote. `not
+    known`: the recording does not show what the step waited for."""
     role: str | None
     stage: str | None
     wall_ns: int
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
-    """One process over the step. `busy_ns + idle_ns` is the step's window, and so are busy and all causes."""
+    """Busy and idle time of one process. `busy_ns + idle_ns` is the duration of the step."""
 
     process: str
     role: str
     rank: int | None
     busy_ns: int
-    """Time in which the process ran a span of its own that does not wait and has no child in another process,
-    or in which its engine ran. Time in which its engine's profiler wrote is not included."""
+    """Time in which the process worked: it ran a span that does not wait and has no child span in another
+    process, or its engine ran. Time in which the engine's profiler wrote is not included."""
     idle_ns: int
     causes: Table[IdleCause]
-    """Causes of the idle time, the longest first. They add up to `idle_ns`."""
+    """Causes of the idle time, the longest first. Their times add up to `idle_ns`."""
     collective_ns: int | None
-    """Recorded time in collectives without computation at the same time, or None if no trace holds a
+    """Time in collectives without computation at the same time, from traces. None if no trace has a
     collective."""
     skew_ns: int | None
-    """The part of `collective_ns` before the last rank entered, or None if the ranks cannot be matched."""
+    """Part of `collective_ns` before the last rank entered. None if the ranks' calls cannot be matched."""
     awaited: str | None = None
-    """The process that entered last for most of `skew_ns`."""
+    """Name of the process that was last to enter for most of `skew_ns`."""
     awaited_ns: int = 0
-    """The part of `skew_ns` that was spent waiting for `awaited`."""
+    """Part of `skew_ns` that this process spent waiting for `awaited`."""
     profiled: bool = False
-    """True if a profiler recorded the process, which made `busy_ns` longer."""
+    """True if a profiler recorded the process, which makes `busy_ns` longer."""
 
 
 class _Work(NamedTuple):
-    """Work that goes on in some process."""
+    """Kind of work of a span."""
 
     waiting: bool
     later: bool
-    """True if a later step consumes the work."""
+    """True if the work is for a later step."""
     owner: bool
 
 
 _Awaited: TypeAlias = "tuple[str, Label] | None"
-"""(role of the process that works, what it does), or None if that is not known. The only owner has no role
-here: it has no peers."""
+"""(role of the working process, label of its work), or None if unknown. If there is a single owner, its role
+is empty here, so that it does not count as a rank among others."""
 
 
 _Kind: TypeAlias = tuple[int, _Work]
-"""(process, its work): the meaning of one bit of a mask."""
+"""(process, kind of its work): the meaning of one bit of a mask."""
 
 
 def idle_times(
     timeline: Timeline, activities: Sequence[TraceActivity] = (), path: StepPath | None = None
 ) -> Table[Idle]:
-    """Return a row for each aligned process, in the timeline's order.
+    """Return a row for each process with an aligned clock, in the timeline's order.
 
     Args:
-        activities: The contents of the step's traces, for the time in collectives and in passes of engines.
-        path: The path of the timeline, or None to find it.
+        activities: Contents of the step's traces, for times in collectives and in passes of engines.
+        path: Critical path of the timeline. None to compute it here.
     """
     shift = _Shift(step_path(timeline) if path is None else path, _engine_work(timeline, activities))
     idle, stalled = shift.run(), shift.stalled_ns
@@ -162,7 +163,7 @@ def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
 
 
 class _Shift:
-    """Walks over the step once: at each instant, idle processes wait for what is on the critical path."""
+    """A walk over the step that attributes the idle time of each process to the work on the critical path."""
 
     def __init__(self, path: StepPath, engines: Mapping[int, Sequence[Pair]]) -> None:
         """
@@ -175,23 +176,24 @@ class _Shift:
         self._engines = engines
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
-        """Number of working leaves in each process."""
+        """Number of running innermost work spans in each process."""
         self._runs_now = Counter[int]()
-        """Number of these leaves that work for this step."""
+        """Number of those spans whose work is for this step."""
         self._workers = self._workers_now = 0
-        """Numbers of working leaves outside the owner: all, and those that work for this step."""
+        """Numbers of running innermost work spans outside the owners: all of them, and those for this
+        step."""
         self._piece = 0
-        """The piece of the path that goes on."""
+        """Index of the current piece of the critical path."""
         self._waited = Counter[_Awaited]()
-        """Time for which idle processes waited for each label, since the window's start."""
+        """Time so far on the critical path by label, which is what an idle process would have waited for."""
         self._since: dict[int, Counter[_Awaited]] = {}
-        """{idle process: `_waited` when it became idle}."""
+        """Value of `_waited` at the time when a process became idle, by process."""
         self._stalls = _stalls_of_processes(timeline)
         self.stalled_ns = Counter[int]()
-        """{process: time in which it seemed busy while its engine's profiler wrote}."""
+        """Time in which a process seemed busy but its engine's profiler wrote, by process."""
 
     def run(self) -> list[Counter[_Awaited]]:
-        """Return the idle time of each process, by what the process waited for."""
+        """Return the idle time of each process by the awaited work."""
         timeline, window = self._timeline, self._timeline.window
         idle = [Counter[_Awaited]() for _ in timeline.processes]
         intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
@@ -225,8 +227,8 @@ class _Shift:
         return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
-        """Return what is awaited in stretches in which nothing runs and weights are on their way, by their
-        start.
+        """Return the awaited weight transfer for each stretch without running spans in which weights are on
+        their way, by the start of the stretch.
         """
         timeline, window = self._timeline, self._timeline.window
         transfers: dict[int, _Awaited] = {}
@@ -240,8 +242,8 @@ class _Shift:
         return transfers
 
     def _turn(self, kinds: Sequence[_Kind | int], changed: Iterable[int], mask: int) -> set[int]:
-        """Apply the starts and ends at one instant, and return the processes that they may make busy or
-        idle.
+        """Apply the starts and ends at one instant. Return the processes that may have become
+        busy or idle.
         """
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
@@ -262,9 +264,9 @@ class _Shift:
         return touched
 
     def _busy(self, index: int) -> bool:
-        """Return whether a process works.
+        """Return True if a process works.
 
-        The owner's spans around work of the workers for this step count as waiting.
+        A span of an owner counts as waiting while other processes work for this step.
         """
         if not self._timeline.processes[index].owner:
             return self._runs[index] > 0
@@ -289,7 +291,9 @@ class _Shift:
                 )
 
     def _wait(self, start_ns: int, end_ns: int) -> None:
-        """Add the pieces of the path in a stretch of time. Stretches come in order."""
+        """Attribute the time from `start_ns` to `end_ns` to the pieces of the critical path. Calls must be in
+        order of time.
+        """
         pieces = self._path.pieces
         while start_ns < end_ns:
             while self._piece < len(pieces) and pieces[self._piece].end_ns <= start_ns:
@@ -306,15 +310,15 @@ class _Shift:
         span = graph.span_of(piece.node)
         queues = piece.kind == "wait" and span is not None and span.stage == "queue"
         if span is None or not (piece.kind == "work" or queues):
-            return None  # others wait only for work, and for requests in an engine's queue
+            return None  # nothing waits for a wait, except for requests in an engine's queue
         process = self._timeline.processes[span.process]
         alone = process.owner and len(self._owners) == 1
         return "" if alone else process.info.role, label_of(span)
 
 
 def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:
-    """Return the stretches in which the engine of a process ran: by its passes, else by its requests' spans,
-    else by its own counter of requests.
+    """Return the stretches in which the engine of each process ran: by its passes; without passes, by the
+    spans of its requests; without those, by its counter of requests.
     """
     work: dict[int, list[Pair]] = {}
     for replica in find_replicas(timeline, activities):
@@ -350,7 +354,7 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
 
 
 def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity]) -> dict[str, int]:
-    """Return the time of each process, by name, in collectives inside its own spans of a weight sync."""
+    """Return the time in collectives inside the process' own spans of a weight sync, by process name."""
     syncs: dict[int, list[Pair]] = defaultdict(list)
     for span in timeline.spans:
         if MOVES_WEIGHTS.search(span.stage):
@@ -366,8 +370,8 @@ def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity])
 
 
 def awaited_rank(rows: Iterable[Idle]) -> tuple[Idle, Idle] | None:
-    """Return (process that waited for longest in collectives, the one process that it waited for). None if
-    it waited for several, or that one waited for half as long itself.
+    """Return (process that waited longest in collectives, process that it waited for). None if it waited for
+    several, or if the awaited process itself waited for at least half as long.
     """
     known = {row.process: row for row in rows if row.skew_ns is not None}
     worst = max(known.values(), key=lambda row: row.skew_ns or 0, default=None)
@@ -378,26 +382,27 @@ def awaited_rank(rows: Iterable[Idle]) -> tuple[Idle, Idle] | None:
 
 
 class _Skew(NamedTuple):
-    """Time that a process spent in collectives before the last rank entered."""
+    """Time that one process spent in collectives before the last rank entered."""
 
     ns: int
     awaited: int
-    """The process that entered last for most of this time, and how long."""
+    """Process that was last to enter for most of this time; `awaited_ns` is that time."""
     awaited_ns: int
 
 
 def _skews(activities: Iterable[TraceActivity], since_ns: int) -> dict[int, _Skew]:
-    """Return the waits of each process in collectives. Waits before the step are for the opening of a
-    capture.
+    """Return the waits of each process in collectives.
+
+    Waits before `since_ns`, the start of the step, are left out: they are waits for the opening of a capture.
     """
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
-    """{process: {process that entered last: [from, until, from, ...]}}."""
+    """{process: {process that entered last: [start, end, start, ...]}}"""
     for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
         for members in calls:
             own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]
             last_ns, _, awaited = max(own, key=itemgetter(0, 2))
             for start_ns, end_ns, process in own:
-                of = waits[process]  # also of one that waits for nobody
+                of = waits[process]  # creates an entry even if the process never waits
                 begin_ns = max(start_ns, since_ns)
                 if begin_ns < min(last_ns, end_ns):
                     of[awaited].extend((begin_ns, min(last_ns, end_ns)))
@@ -417,7 +422,7 @@ def _skew(process: int, waits: Mapping[int, array[int]]) -> _Skew:
 
 
 def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
-    """Yield a row for each process; for many processes, one row for each role: the most idle one."""
+    """Yield a row for each process. If there are many, only the most idle process of each role has a row."""
     window_ns = report.breakdown.window_ns
     if not rows or not window_ns:
         return
@@ -437,15 +442,15 @@ def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
 
 
 def say_causes(row: Idle, most: int = 3) -> str:
-    """Return `rollout 2.06 s, slowest rank 196 ms (compute_log_prob), others 52.0 ms`: the longest kind
-    first.
+    """Return the causes of idle time as text, the longest first: `rollout 2.06 s, slowest rank 196 ms
+    (compute_log_prob), others 52.0 ms`.
     """
     named, others_ns = name_causes(row, most)
     return ", ".join([*named, *([f"others {duration(others_ns)}"] if others_ns else [])])
 
 
 def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
-    """Return the longest kinds of causes in words, and the sum of the other kinds in ns."""
+    """Return the `most` longest kinds of causes as text, and the total ns of the other kinds."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for cause in row.causes:
         by_kind[cause.kind][cause.stage or ""] += cause.wall_ns
@@ -459,7 +464,9 @@ def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
 
 
 def say_collectives(row: Idle) -> str:
-    """Return `163 ms (128 ms before all were there: actor 3)`. Empty if no trace tells."""
+    """Return the time in collectives as text: `163 ms (128 ms before all were there: actor 3)`. Empty without
+    a trace that has collectives.
+    """
     if row.collective_ns is None:
         return ""
     if not row.skew_ns:
@@ -469,12 +476,13 @@ def say_collectives(row: Idle) -> str:
 
 
 DRAWN = 128
-"""Up to this many processes of a role have a row each; of more, every k-th and the most idle ones."""
+"""Largest number of processes of a role with a row each. Of more, every k-th and the most idle ones have a
+row."""
 _KINDS: tuple[IdleKind, ...] = get_args(IdleKind)
 
 
 def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
-    """Yield a bar for each process, from busy to idle by cause."""
+    """Yield a bar for each process: busy time, then idle time by cause."""
     window_ns = page.report.breakdown.window_ns
     if not rows or not window_ns:
         return

@@ -1,4 +1,4 @@
-"""*Labels*: time by the names that the user and torch gave to parts of the program, as a tree."""
+"""*Labels*: time by the labels that the user and torch put on parts of the program, as a tree."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 _SHOWN = 15
-"""Number of labels of a role that are printed, those with the most time."""
+"""Number of labels of a role that are printed: those with the most time."""
 KEPT = 256
-"""Number of labels of a role that a report keeps."""
+"""Number of labels of a role that a report keeps: those with the most time."""
 
 
 class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One label within the same labels, over all processes of a role."""
+    """One label with the labels around it, over all processes of a role."""
 
     role: str
     path: tuple[str, ...]
-    """Names of the labels around it and its own, the outermost first."""
+    """The label and the labels around it, the outermost first."""
     processes: int
     count: int
     cpu_ns: int
     busy_ns: int | None
-    """Time in which the device ran kernels that were launched within the label, or None if the traces have no
-    launches."""
+    """Time in which the device ran kernels that were launched within the label. None if the traces do not
+    record launches."""
     communication_ns: int | None
     kernels: int
     idle_ns: int | None
-    """Time within the label in which the device was not busy, or None without a device."""
+    """Time within the label in which the device was idle. None without a device."""
     doubted: bool = False
-    """True if the trace of a process of the role is in doubt."""
+    """True if the trace of some process of the role is in doubt."""
     gaps: dict[GapKind, int]
-    """Gaps of the device that began within this label and no label below it, by cause."""
+    """Idle time of the device by cause, of gaps that began within this label but not within a label below
+    it."""
 
 
 def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
-    """Return the labels of each role; each stands before those within it."""
+    """Return the labels of each role. A label is followed by the labels within it."""
     sums: dict[str, dict[tuple[str, ...], _Sum]] = {}
     doubted = set[str]()
     for activity in activities:
@@ -110,7 +111,7 @@ def _ns(us: float) -> int:
 
 
 def label_blocks(rows: Sequence[LabelRow], report: StepReport) -> Iterator[Block]:
-    """Yield a table of the longest labels of each role, as a tree."""
+    """Yield a table of the labels with the most time of each role, as a tree."""
     for role, own in grouped(rows, lambda row: row.role).items():
         longest = sorted(own, key=lambda row: -row.cpu_ns)[:_SHOWN]
         shown = {row.path[:depth] for row in longest for depth in range(1, len(row.path) + 1)}

@@ -1,6 +1,7 @@
-"""The trajectories that held the step up, and what they waited for.
+"""*Long tail*: the trajectories that held the step up, and the calls that they waited for.
 
-One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+This file is longer than 500 lines because the numbers of a section, its tables and its charts are read
+together.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
 WORST = 10
 LAST = (10, 5, 1)
-"""Percentages of the trajectories, the last to end, for which the waiting time of the others is given."""
+"""Parts of the trajectories in percent, counted from the last to end. `Hold` gives the waiting time of the
+others for each part."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
-    """A time, and the name of the trajectory that it belongs to."""
+    """A duration in ns, and the trajectory and turn that it belongs to."""
 
     ns: int
     trajectory: str | None
@@ -42,7 +44,9 @@ class Extreme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles of one stage inside trajectories. Each percentile is one span's own time."""
+    """Percentiles of the durations of one stage's calls inside trajectories, by nearest rank: each is the
+    duration of one call.
+    """
 
     role: str
     stage: str
@@ -52,146 +56,152 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: Extreme
     max: Extreme
     name: str | None = None
-    """The attribute `name` of a tool; None for other stages."""
+    """Name of the tool (the span's attribute `name`), or None for stages that are no tools."""
 
     @property
     def title(self) -> str:
-        """`tool search`, or the stage alone."""
+        """Stage with the tool's name, such as `tool search`, or the stage alone."""
         return title(self.stage, self.name)
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one trajectory in one stage, whether it worked or waited."""
+    """Time of one trajectory in one stage, at work or waiting."""
 
     role: str
     stage: str
     wall_ns: int
     name: str | None = None
-    """The attribute `name` of a tool; None for other stages."""
+    """Name of the tool (the span's attribute `name`), or None for stages that are no tools."""
 
     @property
     def title(self) -> str:
-        """`tool search`, or the stage alone."""
+        """Stage with the tool's name, such as `tool search`, or the stage alone."""
         return title(self.stage, self.name)
 
 
 class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     wall_ns: int
-    """Duration; up to the last sign of life if the trajectory is open."""
+    """Duration of the trajectory. Without an end: the time until the last sign of life of its process."""
     open: bool
-    """True if no end of the trajectory was recorded."""
+    """True if the trajectory has no recorded end."""
     start_ns: int | None
-    """The time after the capture opened, or None if its process is unaligned."""
+    """Start in ns after the capture opened. None if the clock of its process is unaligned."""
     consumed_by: int | None
-    """The step that consumes the trajectory, if that is known to be another step; else None."""
+    """Number of the other step that consumes the trajectory. None if this step does, or if no step is known
+    to."""
     consumed: bool = True
-    """False if this step does not consume it."""
+    """True if this step consumes the trajectory."""
     cancelled: bool = False
     policy_version: int | None
-    """The version of the weights with which the trajectory began, or None if no span states it."""
+    """Version of the weights at the start of the trajectory. None if no span states one."""
     waits: tuple[Wait, ...]
-    """Time by stage, the longest first. An instant is billed as for the step, so that the times add up to
-    `wall_ns`."""
+    """Time by stage, the longest first. Time with several stages at once is divided as in the step's account,
+    so that the times add up to `wall_ns`."""
     turns: tuple[TurnTime, ...] = ()
-    """Its turns by what their engine did. Empty if no engine noted its passes."""
+    """Time of each turn by the work of its engine. Empty if no engine recorded its passes."""
     profiled: tuple[str, ...] = ()
-    """Processes that served the trajectory and that a profiler slowed while it did not record others of their
-    role."""
+    """Processes that served the trajectory and were slowed by a profiler, if other processes of their role
+    ran without one."""
 
 
 class Outside(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of a tool outside of trajectories, made while trajectories ran."""
+    """Calls of a tool that belong to no trajectory, made while trajectories ran."""
 
     role: str
     stage: str
     calls: int
     running: int
-    """Number of trajectories that ran between the first and the last of the calls."""
+    """Number of trajectories that ran between the first and the last of these calls."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """The time for which the other trajectories waited for the last ones."""
+    """Time for which the other trajectories waited for the last ones."""
 
     percent: int
     trajectories: int
-    """The number of trajectories in this percentage, rounded up."""
+    """Number of the last trajectories: `percent` of all, rounded up."""
     held_ns: int
-    """Time from the end of the others to the end of the last trajectory."""
+    """Time from the end of the others to the end of the last trajectory, in ns."""
 
 
 class Bubble(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle replicas from the end of the first nine tenths of the trajectories to the end of the last."""
+    """Idle replicas in the tail: from the end of the first 90 % of the trajectories to the end of the last
+    one.
+    """
 
     replicas: int
-    """Inference replicas that recorded work of role `rollout`. Processes that only call them do not count."""
+    """Number of inference replicas that recorded work of role `rollout`. Processes that only call a replica
+    are not counted."""
     tail_ns: int
     idle_ns: int
-    """Sum of the replicas' idle time in the tail, out of `replicas * tail_ns`."""
+    """Idle time of the replicas in the tail, added up. At most `replicas * tail_ns`."""
     in_flight_before: float
-    """Mean number of trajectories at once from the first start to the tail."""
+    """Mean number of trajectories that ran at once before the tail."""
     in_flight: float
-    """The mean number of trajectories in flight during the tail."""
+    """Mean number of trajectories that ran at once in the tail."""
 
 
 class Late(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories that this step consumes and that were under way when its capture opened."""
+    """Trajectories of this step that were already running when its capture opened."""
 
     trajectories: int
     until_ns: int
-    """Time in ns after the opening at which the last of them ended, or showed the last sign of life."""
+    """Time from the opening of the capture to the end, or last sign of life, of the last of these
+    trajectories."""
     last: str
-    """Name of that last trajectory."""
+    """Name of the last of these trajectories."""
 
 
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """Number of spans `trajectory` that ended and that this step consumes."""
+    """Number of trajectories that ended and that this step consumes."""
     open: int
-    """The number of trajectories without a recorded end."""
+    """Number of trajectories of this step without a recorded end."""
     of_other_steps: int
-    """The number of trajectories that this step does not consume. No other number here counts them."""
+    """Number of trajectories that this step does not consume. They are in no other number here."""
     under_way: int
-    """Number of other trajectories, begun before the capture opened, whose duration is unknown."""
+    """Number of further trajectories that began before the capture opened, so that their durations are
+    unknown."""
     spreads: tuple[Spread, ...]
-    """Spreads of trajectories, of turns, then of the stages in them, the longest sum first."""
+    """Percentiles of the durations: trajectories, then turns, then the stages inside them by total time."""
     last: int
-    """The number of trajectories in the last tenth to end: a tenth of them, rounded up."""
+    """Number of trajectories in the last tenth to end, rounded up."""
     held_ns: int | None
     """Time from the end of the others to the end of the last tenth. None with fewer than two trajectories."""
     rollout_ns: int | None
-    """Time from the first trajectory's start to the last one's end."""
+    """Time from the start of the first trajectory to the end of the last one. None if none ended."""
     holds: tuple[Hold, ...]
-    """Holds of the last 10, 5 and 1 %. Empty with fewer than two trajectories. A hold equal to that of a
-    larger percentage is left out."""
+    """Waiting time of the others for the last 10, 5 and 1 %. Empty with fewer than two trajectories. A
+    percentage that stands for as many trajectories as the one before is left out."""
     bubble: Bubble | None
-    """Idle replicas in the tail, or None with fewer than two trajectories."""
+    """Idle replicas in the tail. None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
     late: Late | None = None
-    """Consumed trajectories that began before the capture, or None if there is none."""
+    """Trajectories of this step that began before the capture opened, or None if there are none."""
     consumed: int = 0
-    """The number of trajectories that `consume` named in this step."""
+    """Number of trajectories that `consume` named in this step."""
     consumed_before: int = 0
-    """The number of consumed trajectories that have no call in this step: they ended before it, or are lost.
-    """
+    """Number of consumed trajectories without a call in this step: they ended before the step, or their
+    record is lost."""
     profiled: tuple[str, ...] = ()
-    """Processes that served trajectories and that a profiler slowed while it did not record others of their
-    role. Their trajectories took longer because of that."""
+    """Processes that served trajectories and were slowed by a profiler, if other processes of their role ran
+    without one. Their trajectories took longer for that reason."""
     last_profiled: int = 0
-    """Number of trajectories of the last tenth that these processes served."""
+    """Number of trajectories among the last tenth that these slowed processes served."""
     cancelled: int = 0
-    """The number of cancelled trajectories. No other number here counts them."""
+    """Number of cancelled trajectories. They are in no other number here."""
     cancelled_after_ns: int = 0
-    """Time from the end of the last other trajectory to the end of the last cancelled one; 0 if that was
-    earlier."""
+    """Time from the end of the last trajectory that was not cancelled to the end of the last cancelled one. 0
+    if the latter ended first."""
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
-    """The part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or
+    """Part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or
     wrote."""
 
 
 def step_long_tail(timeline: Timeline) -> LongTail | None:
-    """Return the long tail of the step. None if no span belongs to a trajectory."""
+    """Return the long tail of the step, or None if no span belongs to a trajectory."""
     members: dict[str, list[int]] = defaultdict(list)
     kinds: dict[Label, list[Span]] = defaultdict(list)
     names = ToolNames(timeline)
@@ -242,13 +252,15 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
 
 
 def _after_ns(timeline: Timeline, ends: Sequence[int], cancelled: Iterable[Span]) -> int:
-    """Return the time from the last of `ends` (ascending) to the end of the last cancelled trajectory."""
+    """Return the time from the last of `ends` (ascending, in ns) to the end of the last cancelled trajectory,
+    at least 0.
+    """
     last_ns = max((end_ns for _, end_ns in placed(timeline, cancelled)), default=0)
     return max(0, last_ns - ends[-1]) if ends else 0
 
 
 def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
-    """Return the calls of tools that began outside of trajectories while trajectories ran."""
+    """Return the calls of tools that belong to no trajectory and began while trajectories ran."""
     running = placed(timeline, roots)
     from_ns = min((start_ns for start_ns, _ in running), default=0)
     until_ns = max((end_ns for _, end_ns in running), default=0)
@@ -283,7 +295,9 @@ def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
 def _stalled_ns(
     timeline: Timeline, members: Mapping[str, list[int]], last: Sequence[Span], held_ns: int
 ) -> int:
-    """Return the part of a trajectory's last `held_ns` in which it waited for engines' own profilers."""
+    """Return the part of the last trajectory's final `held_ns` in which it waited for an engine's own
+    profiler.
+    """
     if not (last and held_ns and timeline.stalls):
         return 0
     end_ns = last[0].end_ns or 0
@@ -292,9 +306,9 @@ def _stalled_ns(
 
 
 def _slowed(timeline: Timeline, members: Mapping[str, list[int]]) -> dict[str, tuple[str, ...]]:
-    """Return the profiled processes that served each trajectory.
+    """Return {trajectory: names of the processes that served it and were slowed by a profiler}.
 
-    A process counts only if others of its role served trajectories without a profiler.
+    A process counts only if other processes of its role served trajectories without a profiler.
     """
     served: dict[str, set[int]] = {
         name: {timeline.spans[index].process for index in indices} for name, indices in members.items()
@@ -392,7 +406,9 @@ def _in_flight(spans: Sequence[Span], start_ns: int, end_ns: int) -> float:
 
 
 def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
-    """Return the longest trajectories: first those that the step consumes, then the others."""
+    """Return the indices of the longest trajectories: first those that this step consumes, then
+    the others.
+    """
 
     def place(index: int) -> tuple[bool, int, int]:
         span = timeline.spans[index]
@@ -449,7 +465,7 @@ def _waits(wall_ns: Counter[Label], names: ToolNames) -> tuple[Wait, ...]:
 
 
 def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Block]:
-    """Yield the spread of each stage inside trajectories, and the slowest ones."""
+    """Yield the percentiles of each stage inside trajectories, and the slowest trajectories."""
     if tail is None:
         return
     columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
@@ -470,13 +486,13 @@ def _said_spread(spread: Spread) -> tuple[str, ...]:
 
 
 def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
-    """Return the name, the duration and the beginning of a slow trajectory."""
+    """Return the name, the duration and the start of a slow trajectory, as text."""
     took = duration(slow.wall_ns) + (" (open)" if slow.open else " (cancelled)" if slow.cancelled else "")
     return name_slow(slow), took, duration(slow.start_ns)
 
 
 def waits(slow: SlowTrajectory) -> str:
-    """Return the stages that took most of the trajectory's time."""
+    """Return the four stages with most of the trajectory's time, as text."""
     return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
 
 
@@ -491,14 +507,16 @@ TURNS_NOTE = (
 
 
 def _turns(worst: Iterable[SlowTrajectory]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Return the columns and rows on the turns of the slowest trajectories. A column of zeros is left out."""
+    """Return (columns, rows) of the table of the slowest trajectories' turns. Columns with zeros only are
+    left out.
+    """
     rows = list(_turn_rows(worst))
     kept = [at for at, column in enumerate(zip(*rows, strict=True)) if set(column) != {"0"}]
     return tuple(_TURNS[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in rows)
 
 
 def _turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
-    """Yield the turns of the slowest trajectories, by what their engine did."""
+    """Yield a row for each turn of the slowest trajectories."""
     for slow in worst:
         for own in slow.turns:
             engine = own.engine
@@ -511,8 +529,8 @@ def _turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
 
 
 def name_slow(slow: SlowTrajectory) -> str:
-    """Return `t7`, or `t7*, for step 9`. A `*` marks a trajectory whose processes a profiler slowed, if it
-    did not slow all.
+    """Return the name of a slow trajectory: `t7`, or `t7*, for step 9`. A `*` marks a trajectory that was
+    slowed by a profiler that slowed only a part of the processes.
     """
     name = starred(slow.trajectory, bool(slow.profiled))
     if slow.consumed:
@@ -521,13 +539,13 @@ def name_slow(slow: SlowTrajectory) -> str:
 
 
 def tail_sentences(tail: LongTail) -> list[str]:
-    """Return sentences on what the table of spreads does not show."""
+    """Return sentences on facts that the table of percentiles does not show."""
     sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_outside(tail), _say_slowed(tail))
     return [sentence for sentence in sentences if sentence]
 
 
 def _say_held(tail: LongTail) -> str:
-    """Return how long the others waited for the last ones."""
+    """Return a sentence on how long the other trajectories waited for the last ones."""
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
     share = percent_of(tail.held_ns, tail.rollout_ns)
@@ -546,7 +564,7 @@ def _say_stalled(tail: LongTail) -> str:
 
 
 def _say_bubble(tail: LongTail) -> str:
-    """Return the sentence on the replicas during the tail."""
+    """Return a sentence on the replicas during the tail."""
     bubble = tail.bubble
     if bubble is None or not bubble.replicas:
         return ""
@@ -560,7 +578,7 @@ def _say_bubble(tail: LongTail) -> str:
 
 
 def _say_others(tail: LongTail) -> str:
-    """Return the number of trajectories that the preceding sentences leave out, as text."""
+    """Return a sentence that counts the trajectories which the other numbers leave out."""
     late = tail.late
     until = (
         "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
@@ -585,7 +603,7 @@ def _after(tail: LongTail) -> str:
 
 
 def _say_outside(tail: LongTail) -> str:
-    """Name the tools that were called outside of trajectories."""
+    """Return a sentence that names the tools that were called outside of trajectories."""
     calls = [
         f"{count(own.calls, 'call')} of {own.role} {own.stage}, while {count(own.running, 'trajectory')} ran"
         for own in tail.outside
@@ -595,8 +613,8 @@ def _say_outside(tail: LongTail) -> str:
 
 
 def _say_slowed(tail: LongTail) -> str:
-    """Name the processes whose trajectories a profiler slowed. Empty if there are none, or if all were slowed
-    alike.
+    """Return a sentence that names the processes slowed by a profiler. Empty if no process or every process
+    of a role was slowed.
     """
     if not tail.profiled:
         return ""
@@ -605,12 +623,12 @@ def _say_slowed(tail: LongTail) -> str:
 
 
 def trajectories(number: float) -> str:
-    """Return `1 trajectory`, `2.5 trajectories`."""
+    """Return a number of trajectories as text: `1 trajectory`, `2.5 trajectories`."""
     return f"{number:g} {'trajectory' if number == 1 else 'trajectories'}"
 
 
 def draw_long_tail(tail: LongTail | None, page: Page) -> Iterator[Html]:
-    """Yield the lanes of trajectories, and the long tail. Nothing without a trajectory."""
+    """Yield the trajectories in lanes, and the long tail. Nothing if the step has no trajectory."""
     if tail is None:
         return
     packed = pack_trajectories(page.timeline, [slow.trajectory for slow in tail.worst])
@@ -620,9 +638,7 @@ def draw_long_tail(tail: LongTail | None, page: Page) -> Iterator[Html]:
 
 
 def _drawn_spreads(tail: LongTail, colours: Colours) -> Html:
-    """Return the percentiles of each stage inside trajectories, and the ten slowest trajectories with their
-    stages.
-    """
+    """Return the section with the percentiles of each stage and the slowest trajectories by stage."""
     columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
     spreads = table(columns, [_drawn_spread(spread, colours) for spread in tail.spreads], "spreads")
     sentences = tail_sentences(tail)

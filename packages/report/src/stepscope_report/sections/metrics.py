@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 _LEFT_OUT = re.compile(r"[/_](min|max|std)$|^timing_per_token")
-"""Names of numbers that are left out: the extremes of a listed mean, and times divided by tokens."""
+"""Names of numbers that are not shown: the minimum, maximum and deviation of a mean, and times per token."""
 _FIRST = (
     "reward|score",
     "throughput|^(response|prompt)_length/|num_turns",
     "^timing",
     "loss|entropy|kl$",
 )
-"""Names that readers look for, in groups. These come first, because a terminal cuts the table."""
+"""Names to show first, in groups, because a terminal cuts off a long table."""
 
 
 def metrics_blocks(metrics: Mapping[str, float], report: StepReport) -> Iterator[Block]:
-    """Yield the trainer's own numbers without extremes: first the names that readers look for, then the
-    others.
+    """Yield the numbers that the trainer logged, first those named in `_FIRST`. Extremes of a mean are left
+    out.
     """
     if not metrics:
         return

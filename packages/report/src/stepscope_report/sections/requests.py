@@ -1,6 +1,7 @@
-"""Each request of a step: its turn, its passes, and the weights that wrote it, for `--json` and Parquet.
+"""*Requests*: each request of a step, with its turn, its forward passes, and the versions of the weights that
+wrote its tokens, for `--json` and Parquet.
 
-Turns of trajectories are here too, with their time by what their engine did for their requests.
+The turns of trajectories, with their time by the work of the engine, are computed here too.
 """
 
 from __future__ import annotations
@@ -31,64 +32,70 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 FEW = 4
-"""A batch of fewer requests than this is called small."""
+"""A pass with fewer requests than this counts as small."""
 _AFTER_NS = 1_000_000_000
-"""Largest time between the end of a span that moves weights and the note of the engine that has them."""
+"""Largest time in ns from the end of a weight sync to the engine's record of its new weights, for the two to
+belong together."""
 
 
 class TokenLag(msgspec.Struct, frozen=True, kw_only=True):
     versions: int
-    """The version of the weights that are trained with these tokens, minus the version that wrote them."""
+    """Version of the weights that are trained with these tokens, minus the version that wrote them."""
     tokens: int
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a replica in noted passes."""
+    """One request of an engine that recorded its passes."""
 
     replica: int
     dp: int
-    """Number of the data-parallel engine in its replica."""
+    """Number of the data-parallel engine within its replica."""
     id: str
-    """The engine's name for the request."""
+    """The engine's id of the request."""
     trajectory: str | None
-    """The trajectory whose turn names the request, or None if no span names it."""
+    """Trajectory whose turn names the request. None if no span names the request."""
     turn: int | None
     start_ns: int | None
-    """Begin of its first pass in ns after the opening of the capture, or None without a pass."""
+    """Start of the request's first pass in ns after the capture opened. None if the request ran in no
+    recorded pass."""
     queued_ns: int | None
-    """Time in the engine's queue before that, or None if the request arrived before the notes began."""
+    """Time in the engine's queue before the first pass, in ns. None if the request arrived before recording
+    began."""
     wall_ns: int
-    """Time from its first pass to the end of its last one."""
+    """Time from the start of the request's first pass to the end of its last pass, in ns."""
     passes: int
     computed: int
-    """Tokens that the passes computed."""
+    """Tokens that the passes computed for the request: of its prompt and of its output."""
     tokens: int
-    """Tokens that the passes wrote."""
+    """Output tokens of the request."""
     preemptions: int
     version_begun: int | str | None
-    """Version of the weights at its first pass. If nothing states one, `update 3`: the weights after the
-    third update since the engine's start, by our own count. None if updates are not counted either."""
+    """Version of the weights at the first pass. If no version is known, `update 3` stands for the weights
+    after the engine's third update. None if updates were not counted either."""
     version_ended: int | str | None
-    """Version of the weights at its last pass."""
+    """Version of the weights at the last pass, in the same form."""
     trained_by: int | None
-    """The step that trains on its trajectory, or None if that is unknown."""
+    """Number of the step that trains on the request's trajectory. None if unknown."""
     lags: tuple[TokenLag, ...]
-    """Its tokens by the age of the weights that wrote them. Empty if a version is unknown."""
+    """Output tokens by how many versions the weights that wrote them were behind. Empty if a version is
+    unknown."""
 
 
 class _Weights(NamedTuple):
-    """The weights of one engine: from each time on, a version, or None if it is unknown."""
+    """Changes of one engine's weights: `versions[i]` holds from `at_ns[i]` on. A version is None
+    if unknown.
+    """
 
     at_ns: Sequence[int]
     versions: Sequence[int | str | None]
 
     def place(self, ns: int) -> int:
-        """Return the index of the weights at a time; -1 for those before the first change."""
+        """Return the index of the version at a time, or -1 before the first change."""
         return bisect_right(self.at_ns, ns) - 1
 
 
 def step_requests(timeline: Timeline) -> tuple[Request, ...]:
-    """Return the requests of a step, by replica and engine. Empty if no engine noted its passes."""
+    """Return the requests of a step, by replica and engine. Empty if no engine recorded its passes."""
     links = linked_requests(timeline)
     under = trained_under(timeline) if timeline.passes else {}
     rows = []
@@ -140,10 +147,10 @@ class _Reading(NamedTuple):
         )
 
     def _versions(self, weights: _Weights) -> list[int | str | None]:
-        """Return the version of the weights at each of the passes.
+        """Return the version of the weights at each of the request's passes.
 
-        Where the engine and the weight syncs tell none, the spans of the request do, for the weights with
-        which it began.
+        If neither the engine nor a weight sync states the version at the first pass, the request's spans do.
+        It holds until the weights change.
         """
         places = [weights.place(self.engine.begins_ns[at]) for at in self.passes]
         known = [None if place < 0 else weights.versions[place] for place in places]
@@ -189,7 +196,7 @@ def _told(
 def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
     """Return the changes of an engine's weights, with the versions that the engine or a weight sync states.
 
-    An engine that noted no change has that of each weight sync, at its end.
+    If the engine recorded no change, the end of each weight sync counts as one.
     """
     noted = engine.noted
     shift_ns = noted.anchor.wall_ns - noted.anchor.mono_ns
@@ -216,8 +223,8 @@ def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
 
 
 def _of_syncs(ns: int, syncs: Sequence[tuple[int, int, int]]) -> int | None:
-    """Return the version of the weight syncs that ran at a time, or ended shortly before; None if these have
-    several.
+    """Return the version of the weight sync that ran at a time or ended at most `_AFTER_NS` before. None if
+    there is no such sync or several with different versions.
     """
     found = {version for start, end, version in syncs if start <= ns <= end + _AFTER_NS}
     return found.pop() if len(found) == 1 else None
@@ -228,22 +235,22 @@ def _number(version: int | str | None) -> int | str | None:
 
 
 class EngineTime(msgspec.Struct, kw_only=True):
-    """Time of requests in their engines, in ns. The parts do not overlap, as far as requests do not."""
+    """Times of requests in their engine, in ns. The parts of one request do not overlap."""
 
     queued_ns: int = 0
-    """Time in the engine's queue, until the first pass."""
+    """Time in the engine's queue before the first pass."""
     prefill_ns: int = 0
-    """Passes that read the prompt, up to the first token of the output."""
+    """Time of passes up to the first output token."""
     alone_ns: int = 0
-    """Later passes that served no other request."""
+    """Time of later passes with no other request."""
     few_ns: int = 0
-    """Later passes with fewer than `FEW` requests, and more than one."""
+    """Time of later passes with 2 to `FEW` - 1 requests."""
     many_ns: int = 0
-    """Later passes with at least `FEW` requests."""
+    """Time of later passes with at least `FEW` requests."""
     held_ns: int = 0
-    """Time in which the engine served others instead."""
+    """Time between passes in which the engine served other requests instead."""
     preempted_ns: int = 0
-    """Time in which the engine served others after the request had lost its place in the KV cache."""
+    """Time between passes in which the engine served other requests, after this request was preempted."""
 
     @property
     def total_ns(self) -> int:
@@ -253,8 +260,8 @@ class EngineTime(msgspec.Struct, kw_only=True):
 def add_request(
     time: EngineTime, engine: EnginePasses, request: int, rows: Sequence[int], pass_of: Sequence[int]
 ) -> None:
-    """Add the time of one request. The time between two passes with no other pass in between belongs to the
-    later one.
+    """Add the times of one request to `time`. Time between two of its passes counts for the later one if no
+    other pass ran in between.
     """
     noted, places = engine.noted, [pass_of[row] for row in rows]
     if not places:
@@ -292,23 +299,23 @@ def add_request(
 
 
 class TurnTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one turn, by what its engine did."""
+    """Time of one turn, by the work of its engine."""
 
     turn: int | None
     wall_ns: int
-    """Duration of the turn."""
+    """Duration of the turn in ns."""
     requests: tuple[str, ...]
-    """The engine's ids of its requests."""
+    """The engine's ids of the turn's requests."""
     replica: int
     engine: EngineTime
     outside_ns: int
-    """Time of the turn outside of its engine: tools, the way there and back, tokenizing."""
+    """Time of the turn outside of its engine: tools, transport, tokenizing."""
     tokens: int
-    """Tokens that its requests wrote."""
+    """Output tokens of the turn's requests."""
 
 
 def turn_times(timeline: Timeline, trajectories: Sequence[str]) -> Mapping[str, tuple[TurnTime, ...]]:
-    """Return the turns of these trajectories whose requests are known."""
+    """Return the turns of these trajectories by trajectory, as far as their requests are known."""
     wanted = set(trajectories)
     of_turn: dict[tuple[str, int | None], list[RequestKey]] = defaultdict(list)
     for key, index in linked_requests(timeline).items():
@@ -344,7 +351,7 @@ def turn_times(timeline: Timeline, trajectories: Sequence[str]) -> Mapping[str, 
 
 
 def requests_blocks(requests: Sequence[Request], report: StepReport) -> Iterator[Block]:
-    """Yield the tokens by the age of the weights that wrote them, if some are not the trained ones."""
+    """Yield a table of the output tokens by version lag, if there is a lag."""
     tokens = Counter[int]()
     for request in requests:
         for lag in request.lags:

@@ -1,4 +1,4 @@
-"""*Calls*: times of each stage, call by call, and their balance over the processes that ran it."""
+"""*Calls*: durations of each stage's calls, and their balance over the processes that ran the stage."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """One process' part in a stage."""
+    """The calls of one stage in one process."""
 
     process: str
     rank: int | None
     calls: int
     busy_ns: int
-    """The time in which at least one call ran. Calls that run at once in one process count once."""
+    """Time in which at least one call ran. Time with several calls at once counts once."""
     total_ns: int
-    """Sum over its calls: more than `busy_ns` if several ran at the same time."""
+    """Sum of the durations of all calls. Exceeds `busy_ns` if calls ran at the same time."""
     stalled_ns: int = 0
-    """The part of `busy_ns` in which the engine served nothing because its own profiler started or wrote."""
+    """Part of `busy_ns` in which the engine served nothing because its own profiler started or wrote."""
     waited_ns: int = 0
-    """The part of `busy_ns` in which calls below waited, in a collective or a queue."""
+    """Part of `busy_ns` in which calls waited inside, for example in a collective or a queue."""
     profiled: bool = False
-    """True if a profiler recorded the process, which slowed it."""
+    """True if a profiler recorded the process and thereby slowed it."""
 
     @property
     def at_work_ns(self) -> int:
-        """Return the time in which its calls did not wait, stalls of the engine included."""
+        """Return `busy_ns` without waits. It includes stalls of the engine."""
         return self.busy_ns - self.waited_ns
 
     @property
@@ -54,7 +54,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of one stage in one role. Times of calls are None if no call has ended.
 
-    A call inside another of the same stage, in its thread and of its trajectory, is a part of that call.
+    A call inside another call of the same stage, in the same thread and trajectory, counts as a part of that
+    call.
     """
 
     role: str
@@ -62,45 +63,45 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     """Number of calls that ended."""
     open: int
-    """Number of calls without a recorded end. Their time counts only in `processes`, up to the last sign of
-    life."""
+    """Number of calls without a recorded end. Their time until the last sign of life counts in `processes`
+    only."""
     errors: int
     cancelled: int = 0
-    """Number of cancelled calls, which are no errors. They are among `calls`."""
+    """Number of cancelled calls. They count in `calls` and are not errors."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None
     max_ns: int | None
     processes: tuple[Share, ...]
     imbalance: float | None
-    """Work of the process with the most over that of the median one. None for one process, or if the median
-    is 0. Of calls that only wait, it is the ratio of the times that they wait."""
+    """Ratio of the largest to the median time at work of a process. For stages that only wait, time waiting
+    instead. None for a single process, or if the median is 0."""
     slowest: str | None
-    """Name of the process with the most work, or None if there is one process."""
+    """Name of the process with the most time at work. None for a single process."""
     waits: bool = False
-    """True if its calls wait and do no work."""
+    """True if all calls of the stage wait and do no work."""
     name: str | None = None
-    """The attribute `name` of a tool; None for other stages."""
+    """Name of the tool (the span's attribute `name`), or None for stages that are no tools."""
 
     @property
     def title(self) -> str:
-        """`tool search`, or the stage alone."""
+        """Stage with the tool's name, such as `tool search`, or the stage alone."""
         return title(self.stage, self.name)
 
     @property
     def waited(self) -> bool:
-        """Return whether its calls waited for 1 % of their time or more in some process."""
+        """Return True if calls waited inside for at least 1 % of their time in some process."""
         return any(share.waited_ns * 100 >= share.busy_ns > 0 for share in self.processes)
 
     @property
     def uneven(self) -> bool:
-        """Return whether a profiler recorded only some of the processes."""
+        """Return True if a profiler recorded some but not all of the processes."""
         return len({share.profiled for share in self.processes}) > 1
 
 
 def stage_times(timeline: Timeline) -> Table[Stage]:
-    """Return the stages of every role, the longest total first. Tools with different names are separate
-    stages.
+    """Return the stages of all roles, by total time, the longest first. Tools with different names count as
+    different stages.
     """
     names = ToolNames(timeline)
     counted = (
@@ -112,9 +113,10 @@ def stage_times(timeline: Timeline) -> Table[Stage]:
 
 
 def waits_below(timeline: Timeline) -> Mapping[int, Sequence[Pair]]:
-    """Return {id of a span: times in which calls below it wait and none works}, in its process and thread.
+    """Return {`id()` of a span: times in which calls inside wait and none works}, within its process and
+    thread.
 
-    Only calls without calls below them are looked at: the time between is the span's own work.
+    Only innermost calls count, because time between them is the span's own work.
     """
     leaves = set(range(len(timeline.spans))) - {span.parent for span in timeline.spans}
     waits: dict[int, list[Pair]] = defaultdict(list)
@@ -135,7 +137,7 @@ def waits_below(timeline: Timeline) -> Mapping[int, Sequence[Pair]]:
 
 
 def _is_part(timeline: Timeline, span: Span, names: ToolNames) -> bool:
-    """Return whether a span lies inside another call of its stage, as in recursion."""
+    """Return True if a span lies inside another call of the same stage, as in recursion."""
     place = _place(span)
     return any(
         _place(outer) == place and names.label_of(outer) == names.label_of(span)
@@ -180,7 +182,7 @@ def _stage(
 def _shares(
     timeline: Timeline, spans: Iterable[Span], waits: Mapping[int, Sequence[Pair]]
 ) -> tuple[Share, ...]:
-    """Return the shares by process, in the timeline's order."""
+    """Return the share of each process, in the timeline's order."""
     by_process = sorted(grouped(spans, lambda span: span.process).items())
     return tuple(_share(timeline, index, own, waits) for index, own in by_process)
 
@@ -211,7 +213,9 @@ def _share(
 
 
 def _served_ns(timeline: Timeline, spans: Sequence[Span]) -> int:
-    """Return the time in which at least one of the calls ran and its engine did not stall."""
+    """Return the time in which at least one of the calls ran and its engine was not stalled by its own
+    profiler.
+    """
     served: list[Pair] = []
     for replica, own in grouped(spans, lambda span: replica_of(timeline, span)).items():
         stalls = [
@@ -228,14 +232,14 @@ def _running(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
 
 
 SIDE_BY_SIDE = 8
-"""Up to this many processes have a column each; of more, summaries are shown."""
+"""Largest number of processes with a column each. If there are more, a summary is shown."""
 WAITS_NOTE = "Work + waiting in calls below, such as collectives. max/median compares work alone."
 CALLS_NOTE = "A call includes those below it. The total is a sum: with concurrent calls it exceeds the step."
 
 
 def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
-    """Yield a table of the calls of each stage, and for each role with several processes a table of their
-    busy times.
+    """Yield a table of the calls of each stage, and a table of busy times for each role with several
+    processes.
     """
     if stages:
         columns, cells = call_columns(stages)
@@ -246,9 +250,9 @@ def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]
 
 
 def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[Stage], tuple[str, ...]]]:
-    """Return the columns behind a stage's name, and the function that makes their cells.
+    """Return the columns after a stage's name, and a function that makes the cells of a stage.
 
-    `open`, `errors` and `cancelled` are shown only if some stage has them.
+    `open`, `errors` and `cancelled` have columns only if some stage has such calls.
     """
     extra = [
         name for name in ("open", "errors", "cancelled") if any(getattr(stage, name) for stage in stages)
@@ -264,7 +268,7 @@ def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[St
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
-    """Return the stages that several processes ran, by role."""
+    """Return the stages that ran in several processes, by role."""
     return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
 
 
@@ -288,7 +292,7 @@ def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
 
 
 def _parts(stage: Stage, share: Share) -> str:
-    """Return the time at work, and that of waits below it if any share of the stage has some to speak of."""
+    """Return the time at work as text, with the time of waits inside if the stage has waits worth showing."""
     if not stage.waited:
         return duration(share.busy_ns)
     return f"{duration(share.at_work_ns)} + {duration(share.waited_ns)}"
@@ -301,22 +305,22 @@ def _summed(stage: Stage) -> tuple[str, ...]:
 
 
 def slowest(stage: Stage) -> str:
-    """Return the name of the busiest process."""
+    """Return the name of the process with the most work."""
     profiled = any(share.profiled for share in stage.processes if share.process == stage.slowest)
     return starred(stage.slowest or "", profiled)
 
 
 def ratio(value: float | None) -> str:
-    """Return `1.23`, or `-` for None."""
+    """Return a ratio as text: `1.23`, or `-` for None."""
     return "-" if value is None else f"{value:.2f}"
 
 
 NUMBERED = 8
-"""Up to this many processes, each cell shows its number."""
+"""Largest number of processes for which each cell shows its number."""
 CELLS = 512
-"""Largest number of cells of a row. Of more processes every k-th has a cell, and the slowest one."""
+"""Largest number of cells in a row. Of more processes, every k-th and the slowest have a cell."""
 _STEPS = 5
-"""Number of shades on each side of the median: the classes `h-5` to `h5`, one for each tenth."""
+"""Number of shades on each side of the median, one for each 10 %: the CSS classes `h-5` to `h5`."""
 
 
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
@@ -326,7 +330,7 @@ def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
 
 
 def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
-    """Return a heat map for each role with several processes. Empty if there is no such role."""
+    """Return a heat map for each role with several processes, or an empty list."""
     roles = roles_of_several(stages)
     if not roles:
         return []

@@ -1,4 +1,6 @@
-"""Age of the trajectories that a step trains on, in steps and in versions of the policy (async RL)."""
+"""*Staleness*: age of the trajectories that a step trains on, in steps and in versions of the policy
+(asynchronous RL).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ WORST = 10
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles, by nearest rank, of the lag of the trajectories behind the step."""
+    """Percentiles, by nearest rank, of how far the trajectories are behind the step."""
 
     known: int
-    """The number of trajectories whose lag is known."""
+    """Number of trajectories whose lag is known."""
     p50: int
     p90: int
     max: int
@@ -33,27 +35,29 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
 class StaleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     begun_step: int | None
-    """The step under which the trajectory began."""
+    """Number of the step under which the trajectory began. None if unknown."""
     policy_versions: tuple[int, ...]
-    """All versions that its spans name, ascending. There are several if the weights changed while it ran."""
+    """All versions that the trajectory's spans state, ascending. Several if the weights changed while it
+    ran."""
     steps: int | None
-    """The consuming step minus `begun_step`."""
+    """Number of the consuming step minus `begun_step`. None if unknown."""
     versions: int | None
-    """The version under which it is consumed minus the first of `policy_versions`."""
+    """Version of the weights that are trained with the trajectory, minus its lowest version. None if
+    unknown."""
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """The number of trajectories that this step consumes: those that `consume` named, or, if it named none,
-    those of this step's spans."""
+    """Number of trajectories that this step consumes: those named by `consume`, or without any, those of the
+    step's spans."""
     policy_version: int | None
-    """The highest version that a trajectory is consumed under, or None if it is not known."""
+    """Highest version of the weights that a trajectory is trained under. None if unknown."""
     steps: Lag | None
     versions: Lag | None
     mixed: int
-    """Number of trajectories that several versions wrote."""
+    """Number of trajectories that were written by several versions."""
     worst: tuple[StaleTrajectory, ...]
-    """The stalest trajectories first. Fresh ones are not included."""
+    """The stalest trajectories, the stalest first. Trajectories without a lag are not included."""
 
 
 class _Consumed:
@@ -70,9 +74,7 @@ class _Consumed:
 
 
 def step_staleness(timeline: Timeline) -> Staleness | None:
-    """Return the staleness of the step, or None if no trajectory is known to be stale, as in synchronous
-    RL.
-    """
+    """Return the staleness of the step. None if no trajectory is known to be stale, as in synchronous RL."""
     consumed = _consumed(timeline)
     trainer = _trainer_version(timeline)
     rows = [_row(name, trajectory, timeline.step, trainer) for name, trajectory in consumed.items()]
@@ -93,8 +95,8 @@ def step_staleness(timeline: Timeline) -> Staleness | None:
 
 
 def trained_under(timeline: Timeline) -> dict[str, int | None]:
-    """Return the version of the weights with which each consumed trajectory is trained, or None if it is
-    unknown.
+    """Return the version of the weights that each consumed trajectory is trained under, or None
+    if unknown.
     """
     trainer = _trainer_version(timeline)
     return {name: trainer if one.under is None else one.under for name, one in _consumed(timeline).items()}
@@ -105,7 +107,7 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
     for mark in timeline.consumed:
         if mark.trajectory is not None and mark.step == timeline.step:
             one = consumed.setdefault(mark.trajectory, _Consumed())
-            version = (mark.attrs or {}).get("begun_version")  # its own is that of what it stands in
+            version = (mark.attrs or {}).get("begun_version")  # the mark's own version is the trainer's
             one.see(mark.begun_step, version if isinstance(version, int) else None)
             one.under = None if mark.parent is None else timeline.spans[mark.parent].policy_version
     for span in timeline.spans:
@@ -119,12 +121,14 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
 
 
 def _trainer_version(timeline: Timeline) -> int | None:
-    """Return the policy version of the step's other work, for a `consume` outside of spans that state one."""
+    """Return the highest version that the step's spans outside of trajectories state. It applies to `consume`
+    calls in no span that states a version.
+    """
     versions = (
         span.policy_version
         for span in timeline.spans
         if span.trajectory is None and span.step == timeline.step and span.policy_version is not None
-        if not MOVES_WEIGHTS.search(span.stage)  # a weight sync names the version that comes after
+        if not MOVES_WEIGHTS.search(span.stage)  # a weight sync states the new version
     )
     return max(versions, default=None)
 
@@ -154,7 +158,9 @@ def _worst(rows: Sequence[StaleTrajectory]) -> list[StaleTrajectory]:
 
 
 def staleness_blocks(staleness: Staleness | None, report: StepReport) -> Iterator[Block]:
-    """Yield how many steps and versions the consumed trajectories were behind, and the stalest ones."""
+    """Yield a table of how many steps and versions the consumed trajectories were behind, and of the stalest
+    ones.
+    """
     if staleness is None:
         return
     lags = (("steps", staleness.steps), ("policy versions", staleness.versions))
