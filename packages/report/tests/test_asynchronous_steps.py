@@ -274,7 +274,7 @@ def test_a_step_does_not_wait_for_what_it_does_not_consume(tmp_path: Path) -> No
     tail = result.long_tail
     assert tail is not None
     assert (tail.trajectories, tail.open, tail.of_other_steps, tail.consumed_before) == (27, 0, 3, 1)
-    assert "3 that this step does not consume; 1 that it consumes and" in " ".join(tail_sentences(tail))
+    assert "3 not consumed by this step, 1 consumed without" in " ".join(tail_sentences(tail))
     assert (tail.held_ns, tail.rollout_ns) == (0, 300 * MS)
     assert max(spread.max.ns for spread in tail.spreads) == 300 * MS
     assert [row.consumed for row in tail.worst] == [True] * 10

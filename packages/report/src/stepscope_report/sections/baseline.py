@@ -137,8 +137,8 @@ def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
         return f"Compared with {count(len(captured), 'captured step')} near it ({numbers(captured)})"
     if baseline is None:
         return (
-            "There is no uncaptured step to compare it with. A loop that opens capture(step) for every step "
-            "records them, after the first, which warms up"
+            "There is no uncaptured step to compare this one with. A loop that opens capture(step) for every "
+            "step also records the length of uncaptured steps, except for the first, which warms up"
         )
     kind = "" if baseline.alike else " of other kinds"
     steps = f"{count(len(baseline.steps), 'uncaptured step')}{kind} near it ({numbers(baseline.steps)})"
@@ -153,9 +153,13 @@ def say_beside(baseline: Baseline | None) -> str:
     if baseline is None:
         return ""
     if baseline.excess_ns is None:
-        return "Not compared: it ended early"
+        return "Not compared: the recording ended before the step did"
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
-    text = f"This one: {by}{_rank(baseline)}" if baseline.alike else "Not compared: none of its kind is known"
+    text = (
+        f"This one: {by}{_rank(baseline)}"
+        if baseline.alike
+        else "Not compared: no uncaptured step of its kind is known"
+    )
     if baseline.cost_ns is not None and baseline.cost_ns > 0:
         text += f". Opening, closing and profilers took {duration(baseline.cost_ns)}"
     if not baseline.alike:
@@ -177,7 +181,7 @@ def say_between(baseline: Baseline | None) -> str:
     if max(ns, before_ns or 0) * 100 < baseline.p50_ns:
         return ""
     own = "" if before_ns is None else f", {duration(before_ns)} before this one"
-    return f"Between two steps pass {duration(ns)} (median){own}"
+    return f"Time between two steps: {duration(ns)} (median){own}"
 
 
 def _few(steps: int) -> str:

@@ -202,7 +202,7 @@ def thin_end(batches: Sequence[Batches]) -> tuple[int, str] | None:
     share = percent_of(thin_ns, batches[0].rollout_ns)
     return thin_ns, (
         f"the last {share} % of the rollout's passes, {duration(thin_ns)}, ran with fewer than {FEW} "
-        "requests a replica"
+        "requests per replica"
     )
 
 
@@ -212,14 +212,14 @@ def _sentences(batches: Sequence[Batches]) -> Iterable[str]:
         yield f"{thin[1][0].upper()}{thin[1][1:]}."
     requests, linked = (sum(getattr(engine, name) for engine in batches) for name in ("requests", "linked"))
     if linked < requests:
-        yield f"{count(requests - linked, 'request')} of {requests:,} belong to no turn that a span names."
+        yield f"Without a recorded turn: {count(requests - linked, 'request')} of {requests:,}."
     preempted, dropped = (
         sum(getattr(engine, name) for engine in batches) for name in ("preemptions", "dropped")
     )
     if preempted:
         yield f"Preempted: {count(preempted, 'time')}."
     if dropped:
-        yield f"{count(dropped, 'pass')} more were not noted: engine.passes is lower."
+        yield f"Not recorded, beyond the limit engine.passes: {count(dropped, 'pass')}."
 
 
 BATCHES = Section(

@@ -406,7 +406,7 @@ def _above(index: int | None, spans: Sequence[Span]) -> set[int]:
 
 
 COLUMNS = ("counter", "of", ">least", ">mean", ">most", ">in the step")
-NOTE = "in the step: what a counter that only grows grew by."
+NOTE = "in the step: growth of a counter that only grows."
 
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
@@ -421,7 +421,7 @@ def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Bl
     shown = rows if len(rows) <= LISTED else highest
     note = NOTE if any(row.increase is not None for row in shown) else ""
     if len(shown) < len(rows):
-        note = f"Of each counter the highest of {count(len(rows), 'row')}. {note}".rstrip()
+        note = f"Of {count(len(rows), 'row')}, the highest of each counter. {note}".rstrip()
     columns = COLUMNS if NOTE in note else COLUMNS[:-1]
     note = f"{say_busy_hosts(counters)} {note}".strip()
     cells = tuple(counter_cells(row)[: len(columns)] for row in shown)

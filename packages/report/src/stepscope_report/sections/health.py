@@ -349,8 +349,8 @@ def say_others(run_id: str | None, others: Mapping[str, Sequence[int]]) -> str:
     return f"Only run {run_id} is shown. Left out, see --run: {left}"
 
 
-OPEN_CLOSE = "open, close: the capture took this before and after the step. export: in the background."
-FIRST = "First the processes with trouble, then the least sure clock and the one that took longest to record."
+OPEN_CLOSE = "open, close: time of the capture before and after the step. export: time in the background."
+FIRST = "Processes with trouble come first, then the least certain clock and the slowest to open and close."
 
 
 def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
@@ -458,7 +458,7 @@ def say_ended(health: Health) -> str:
     error = plain(health.user_error)
     if health.recorder is not None and plain(health.recorder.reason).endswith(error):
         error = "that exception"  # `say_recorder` has named it
-    return f"The {what} ended with {error}: what follows is up to there"
+    return f"The {what} ended with {error}: the report covers the time until then"
 
 
 def say_incomplete(health: Health) -> str:
@@ -506,8 +506,8 @@ def _drawn_processes(rows: Sequence[ProcessRow]) -> Html:
         "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
     )  # fmt: skip
     note = (
-        f"clock: how its times got onto the owner's clock; the true position is within +- this. {OPEN_CLOSE} "
-        "in spans: inside the stages' time."
+        "clock: how the process' times were moved to the owner's clock, and their largest error. "
+        f"{OPEN_CLOSE} in spans: a part of the stages' times."
     )
     note = f"{note} {say_profiled(*(row.profiled for row in rows))}".rstrip()
     ordered, order = worst_first(rows, ROWS)

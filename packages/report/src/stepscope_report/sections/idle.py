@@ -428,9 +428,9 @@ def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
         return
     roles = grouped(rows, lambda row: row.role).values()
     shown = rows if len(rows) <= LISTED else [max(own, key=lambda row: row.idle_ns) for own in roles]
-    note = "By what was on the critical path meanwhile. In collectives: by its trace."
+    note = "Causes: the work on the critical path at the time. In collectives: from traces."
     if len(shown) < len(rows):
-        note = f"Of each role the most idle of {count(len(rows), 'process')}. {note}"
+        note = f"Of {count(len(rows), 'process')}, the most idle of each role. {note}"
     note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
     columns = ("process", ">busy", ">idle", ">%", "it probably waited for", "in collectives")
     yield TextTable("Idle", columns, tuple(_cells(row, window_ns) for row in shown), note)

@@ -570,9 +570,9 @@ def _say_bubble(tail: LongTail) -> str:
         return ""
     share = percent_of(bubble.idle_ns, bubble.tail_ns * bubble.replicas)
     replicas = count(bubble.replicas, "replica")
-    idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)"
+    idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in total ({share} %)"
     return (
-        f"Meanwhile {trajectories(bubble.in_flight)} ran at once, {bubble.in_flight_before:g} before, and "
+        f"Meanwhile {trajectories(bubble.in_flight)} ran at once ({bubble.in_flight_before:g} before), and "
         f"{idle if bubble.idle_ns else f'{replicas} had work all the time'}."
     )
 
@@ -580,26 +580,23 @@ def _say_bubble(tail: LongTail) -> str:
 def _say_others(tail: LongTail) -> str:
     """Return a sentence that counts the trajectories which the other numbers leave out."""
     late = tail.late
-    until = (
-        "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
+    last = (
+        "" if late is None else f"; the last of this step, {late.last}, ran until {duration(late.until_ns)}"
     )
     others = (
-        (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
-        (tail.of_other_steps, "that this step does not consume"),
-        (
-            tail.consumed_before,
-            "that it consumes and that have no call in it: they ended before it, or are lost",
-        ),
+        (tail.under_way, f"begun before the capture opened (duration unknown{last})"),
+        (tail.of_other_steps, "not consumed by this step"),
+        (tail.consumed_before, "consumed without a call in this step (ended before it, or not recorded)"),
         (tail.cancelled, f"cancelled{_after(tail)}"),
-        (tail.open, "never seen to end"),
+        (tail.open, "without a recorded end"),
     )
     parts = [f"{number:,} {what}" for number, what in others if number]
-    return f"Further trajectories: {'; '.join(parts)}." if parts else ""
+    return f"Further trajectories: {', '.join(parts)}." if parts else ""
 
 
 def _after(tail: LongTail) -> str:
     late_ns = tail.cancelled_after_ns
-    return f", the last {duration(late_ns)} after all others had ended" if late_ns else ""
+    return f" (the last one {duration(late_ns)} after all others had ended)" if late_ns else ""
 
 
 def _say_outside(tail: LongTail) -> str:
@@ -608,7 +605,7 @@ def _say_outside(tail: LongTail) -> str:
         f"{count(own.calls, 'call')} of {own.role} {own.stage}, while {count(own.running, 'trajectory')} ran"
         for own in tail.outside
     ]
-    fix = "`attach(carrier())` in their thread or process puts them there."
+    fix = "Call `attach(carrier())` in their thread or process to make them a part of one."
     return f"In no trajectory: {few(calls, LISTED)}. {fix}" if calls else ""
 
 
@@ -619,7 +616,7 @@ def _say_slowed(tail: LongTail) -> str:
     if not tail.profiled:
         return ""
     names = few(tail.profiled, LISTED)
-    return f"*: served by {names}. A profiler recorded these processes and slowed them, and not the others."
+    return f"*: served by {names}, which a profiler recorded and slowed. Other processes ran without one."
 
 
 def trajectories(number: float) -> str:

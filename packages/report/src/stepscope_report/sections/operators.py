@@ -1,6 +1,7 @@
-"""Tables of the step's torch traces: operators, devices, memory.
+"""*Operators and kernels*, *Devices* and memory: the tables that are computed from the step's traces.
 
-One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+This file is longer than 500 lines because the numbers of a section, its tables and its charts are read
+together.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page, Sources
 
 TOP = 20
-"""Number of operators, and of kernels, of each role that a report keeps."""
+"""Number of operators, of marks, and of kernels that a report keeps for each role."""
 OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory"]
 
 
 class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One operator (on the CPU) or kernel (on devices) over all processes of a role."""
+    """An operator (CPU), a mark, or a kernel (device), over all processes of a role."""
 
     role: str
     name: str
     kind: OperatorKind
-    """Kind of the row. `cpu`: an operator. `mark`: a range named by `record_function`, NVTX or a decorator,
-    whose own time is time between operators, in Python. The other kinds are work of devices."""
+    """Kind of the row. `cpu`: an operator. `mark`: a range named by `record_function`, NVTX or a decorator;
+    its own time is Python code between operators, or waiting. All other kinds are work on devices."""
     processes: int
     count: int
     self_ns: int
-    """Own time in ns, summed over calls and processes, without operators below. For a kernel it equals
+    """Time without the operators inside, in ns, over all calls and processes. For a kernel the same as
     `total_ns`."""
     total_ns: int
     mean_ns: int
@@ -51,38 +52,38 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as one process used it, over all streams: no instant counts twice."""
+    """Use of one device by one process, over all streams. Times in which several streams ran count once."""
 
     process: str
     role: str
     rank: int | None
     device: str
     recorded_ns: int
-    """Time for which traces of the process recorded."""
+    """Total time that the process' traces cover, in ns."""
     span_ns: int
-    """Time from the first to the last event of the device, summed over traces."""
+    """Time from the first to the last event of the device, added up over the process' traces."""
     busy_ns: int
     compute_ns: int
     communication_ns: int
     exposed_ns: int
-    """Time of communication without computation at the same time."""
+    """Time of communication that no computation hides."""
     memory_ns: int
-    """Time of copies and fills."""
+    """Time of copies and of filling memory."""
     doubted: bool = False
     """True if `problems` names a trace of the process, so that its times may be wrong."""
 
 
 class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes whose traces show no device activity, and the probable reason."""
+    """Processes whose traces show no device activity, with the probable cause."""
 
     processes: tuple[str, ...]
     cause: str
     fix: str | None
-    """The remedy, or None if there is nothing to fix."""
+    """Advice that removes the cause, or None if there is nothing to fix."""
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The peak of the memory that torch's allocator held of a device."""
+    """Peak of the device memory that torch's allocator of one process held."""
 
     process: str
     device: str
@@ -90,41 +91,40 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     capacity_bytes: int | None
     at_ns: int | None
-    """Time of the peak, after the capture opened, or None if the trace is unaligned."""
+    """Time of the peak in ns after the capture opened. None if the trace is unaligned."""
 
 
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace, and how much of its time operators ran."""
+    """One trace, and the part of its time in which operators ran."""
 
     file: str
     process: str
     stage: str | None
     step: int | None = None
-    """The step that the trace covers, or None if nothing says it."""
+    """Number of the step that the trace covers. None if unknown."""
     events: int
     recorded_ns: int
     operators_ns: int
-    """Time in which an operator ran on any thread."""
+    """Time in which at least one operator ran on any thread."""
     unaligned: str | None
 
 
 class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     traces: Table[TraceRow]
     operators: Table[OperatorRow]
-    """The operators by role, the longest own time first: of each role at most `TOP` operators, `TOP` marks
-    and `TOP` kernels."""
+    """Operators, marks and kernels of each role, by own time, the longest first: at most `TOP` of each."""
     devices: Table[DeviceRow]
     steps: Table[ProfilerStepRow]
     stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]
     memory: Table[MemoryRow]
     unread: tuple[str, ...]
-    """Files that no installed reader supports."""
+    """Names of files that no installed reader supports."""
     problems: tuple[FileProblem, ...]
 
 
 def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
-    """Return all tables that are computed from the traces alone."""
+    """Return all tables that need nothing but the traces."""
     activities, doubted = traces.activities, doubted_processes(traces.activities)
     return TraceTables(
         traces=Table(map(_trace, activities)),
@@ -144,12 +144,12 @@ def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
 
 
 def doubted_processes(activities: Iterable[TraceActivity]) -> frozenset[str]:
-    """Return the processes with a trace of which something was lost or timed wrong."""
+    """Return the names of processes with a trace that lost events or has wrong times."""
     return frozenset(activity.name for activity in activities if activity.content.problems.keys() - LINKS)
 
 
 def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
-    """Return the operators and kernels of each role, the longest own time first."""
+    """Return the operators, marks and kernels of each role, by own time, the longest first."""
     times: dict[tuple[str, OperatorKind, str], list[tuple[str, int, float, float, float]]]
     times = defaultdict(list)
     for activity in activities:
@@ -193,7 +193,7 @@ def _operator(
 
 
 def device_usage(activities: Iterable[TraceActivity]) -> Table[DeviceRow]:
-    """Return a row for each device of each process. Traces of several stages are added up."""
+    """Return a row for each device of each process. Several traces of one process are added up."""
     by_device: dict[tuple[str, str], list[TraceActivity]] = defaultdict(list)
     for activity in activities:
         for device in activity.content.devices:
@@ -219,14 +219,14 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
 
 
 def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
-    """Return the processes whose traces show no device activity, by likely cause. Empty if torch was built
-    for CPUs only.
+    """Return the processes whose traces show no device activity, by probable cause. Processes with a torch
+    built for CPUs only are left out.
     """
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for activity in activities:
         without_cuda = activity.versions.get("torch", "").endswith("+cpu")
         content = activity.content
-        timed = content.first_us is not None  # NCCL's Inspector says no times
+        timed = content.first_us is not None  # files of NCCL's Inspector have no times
         if timed and not content.devices and not content.kernels and not without_cuda:
             causes[_why_no_device(activity)].append(activity.name)
     return Table(
@@ -265,7 +265,7 @@ def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
 
 
 def memory_peaks(activities: Iterable[TraceActivity], opened_ns: int) -> Table[MemoryRow]:
-    """Return the peak of each device in each process, if `profile_memory` was on."""
+    """Return the peak of each device in each process. Empty if `profile_memory` was off."""
     rows = (
         MemoryRow(
             process=activity.name,
@@ -307,9 +307,9 @@ def _ns(us: float) -> int:
 
 
 SHOWN = 10
-"""Number of operators of a role that are printed."""
+"""Number of operators, of marks, and of kernels of a role that are printed."""
 NAME = 60
-"""Length to which a kernel's name is cut; full names fill screens."""
+"""Number of characters to which a kernel's name is cut. Full names fill whole screens."""
 DEVICE_NOTE = "All streams together. Exposed: communication that no computation hides. %: of recorded."
 
 
@@ -331,7 +331,7 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
 
 
 def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
-    """Return the operators of each role: those of devices, then those of the host, then marks."""
+    """Return the rows of each role: kernels first, then operators, then marks."""
     roles = grouped(traces.operators, lambda row: row.role)
     return {role: [*on_device(rows), *on_host(rows), *marks_of(rows)] for role, rows in roles.items()}
 
@@ -370,7 +370,9 @@ def _devices(rows: Sequence[DeviceRow]) -> TextTable:
 
 
 def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
-    """Yield a sentence for each device, the least busy ones first if there are more than `most`."""
+    """Yield a sentence for each of up to `most` devices, and one for the rest. If there are more, the least
+    busy devices come first.
+    """
     ordered, _ = least_busy_first(rows, most)
     for row in ordered[:most]:
         process, device, recorded, busy, compute, exposed, copies = _said_device(row)
@@ -383,9 +385,9 @@ def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
 
 
 def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
-    """Return devices by the busy part of their time, and a note with percentiles of that part.
+    """Return the devices in order of the busy part of their time, and a note with percentiles of that part.
 
-    Devices that are all shown stay in their order, without a note.
+    If all devices can be shown, they keep their order, and the note is empty.
     """
     if len(rows) <= shown:
         return rows, ""
@@ -395,7 +397,10 @@ def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[De
 
 
 def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
-    """Return the rows with the most allocated memory first, and a note like that of `least_busy_first`."""
+    """Return the rows in order of allocated memory, the most first, and a note with percentiles.
+
+    If all rows can be shown, they keep their order, and the note is empty.
+    """
     if len(rows) <= shown:
         return rows, ""
     ordered = sorted(rows, key=lambda row: -row.allocated_bytes)
@@ -404,7 +409,7 @@ def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[M
 
 
 def _spread(ascending: Sequence[str]) -> str:
-    """Return `p10 40 %, p50 61 %, p90 64 %, most 65 % of 1,024`."""
+    """Return percentiles as text: `p10 40 %, p50 61 %, p90 64 %, most 65 %, of 1,024`."""
     points = (f"p{percent} {ascending[rank_of(percent, len(ascending))]}" for percent in (10, 50, 90))
     return f"{', '.join(points)}, most {ascending[-1]}, of {len(ascending):,}"
 
@@ -418,8 +423,8 @@ def _said_device(row: DeviceRow) -> tuple[str, ...]:
 
 
 def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
-    """Return the table of the processes that entered collectives last, the most costly one for the others
-    first.
+    """Return the table of processes that entered collectives last. The process that made others wait longest
+    comes first.
     """
     columns = ("collective", "process", ">calls", ">last", ">others waited", ">waited")
     note = "last: calls that it entered after all others. others waited: for it, all together."
@@ -438,19 +443,21 @@ def _straggler(row: StragglerRow) -> tuple[str, ...]:
 
 
 def no_device_list(rows: Sequence[NoDevice]) -> Listing:
-    """Return the processes whose trace has no device, with the likely cause."""
+    """Return the list of processes whose trace shows no device activity, with the probable cause."""
     return Listing("No device activity in a trace", tuple(map(_say_no_device, rows)))
 
 
 def _say_no_device(row: NoDevice) -> str:
-    """Return `actor 0, and 3 more: the configuration records the CPU alone. Fix: ...`."""
+    """Return one line of that list: `actor 0, and 3 more: the configuration records the CPU
+    alone. Fix: ...`.
+    """
     first, *others = row.processes
     names = " and ".join(row.processes) if len(others) < 2 else f"{first}, and {len(others):,} more"
     return f"{names}: {row.cause}" + (f". Fix: {row.fix}" if row.fix else "")
 
 
 def memory_table(rows: Sequence[MemoryRow]) -> TextTable:
-    """Return the table of the peaks of each allocator."""
+    """Return the table of peaks of torch's allocators."""
     columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
     ordered, order = most_memory_first(rows, 2 * LISTED)
     note = f"{order} As torch's allocators counted. at: of the most allocated.".lstrip()
@@ -464,7 +471,7 @@ def _memory(row: MemoryRow) -> tuple[str, ...]:
 
 
 def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
-    """Yield the traces that could not be read, and those that no reader supports."""
+    """Yield the list of problems in traces, and the list of files that no reader supports."""
     if traces.problems:
         lines = tuple(map(say_problem, traces.problems))
         yield Listing("Can these traces be believed?", lines, bad=True)
@@ -473,22 +480,22 @@ def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
 
 
 def say_problem(problem: FileProblem) -> str:
-    """Return `rank0.json: events without a time (3 events)`."""
+    """Return a problem as text: `rank0.json: events without a time (3 events)`."""
     events = "" if problem.events is None else f" ({count(problem.events, 'event')})"
     return f"{problem.file}: {problem.what}{events}"
 
 
 def short(name: str, most: int = NAME) -> str:
-    """Return a kernel's name without the middle of a long one."""
+    """Return a kernel's name, without its middle if it is longer than `most` characters."""
     return name if len(name) <= most else f"{name[: most - 20]}...{name[-17:]}"
 
 
 DRAWN = 128
-"""Up to this many devices have a row each; of more, the least busy ones and every k-th."""
+"""Largest number of devices with a row each. Of more, the least busy ones and every k-th have a row."""
 
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
-    """Yield operators, devices and memory. Nothing without a trace."""
+    """Yield operators, devices and memory for the page. Nothing if no trace was found."""
     if traces is not None and (traces.traces or traces.problems or traces.unread):
         yield section("kernels", "Operators and kernels", *_drawn_operators(traces), note=_note(traces))
         yield from _devices_and_memory(traces)

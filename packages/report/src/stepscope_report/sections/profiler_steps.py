@@ -1,4 +1,4 @@
-"""Table of the steps of a program, and what the slowest one has more of than the median."""
+"""Table of the steps that torch's profiler marked in a trace, and a sentence on the slowest one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
 
 SHOWN = 10
-"""Number of steps of a process that are printed: the longest ones."""
+"""Number of steps of a process that are printed: the longest."""
 
 
 class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a process. Times in ns; None without a device."""
+    """One step of a process, with times in ns. Times of devices are None if the trace has no device."""
 
     process: str
     step: int
@@ -27,22 +27,22 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
     idle_ns: int | None
     """Time of the step in which no device was busy."""
     gaps: dict[GapKind, int] = {}
-    """Gaps of the devices within the step by cause; devices are added up."""
+    """Idle time of the devices within the step by cause, added up over the devices."""
     exposed_ns: int | None
     loading_ns: int
     h2d_ns: int | None = None
-    """Time of copies from the host to a device, or None if the trace has none."""
+    """Time of copies from the host to a device. None if the trace has none."""
     forward_ns: int | None = None
-    """Time in ranges named for the forward pass, on the CPU, or None if the trace has none."""
+    """Time on the CPU in ranges named after the forward pass. None if the trace has none."""
     backward_ns: int | None = None
-    """Time in the backward pass, on the CPU, or None if the trace does not tell it."""
+    """Time on the CPU in the backward pass. None if the trace does not show it."""
     optimizer_ns: int
     doubted: bool = False
     """True if a trace of the process is in doubt, so that the times of its device may be wrong."""
 
 
 def profiler_steps(activities: Iterable[TraceActivity]) -> Table[ProfilerStepRow]:
-    """Return the steps of each process, in their order."""
+    """Return the steps of each process, in the order of the trace."""
     return Table(
         ProfilerStepRow(
             process=activity.name,
@@ -95,7 +95,7 @@ def _median(rows: Sequence[ProfilerStepRow], of: Callable[[ProfilerStepRow], int
 
 
 def _because(row: ProfilerStepRow) -> str:
-    """Return the causes of half of the gaps or more, the largest first."""
+    """Return the largest causes of gaps that together explain at least half of the gaps' time."""
     total, known, named = sum(row.gaps.values()), 0, []
     for kind, ns in sorted(row.gaps.items(), key=lambda item: -item[1]):
         if known * 2 < total:
@@ -105,7 +105,7 @@ def _because(row: ProfilerStepRow) -> str:
 
 
 def _slowest(rows: Sequence[ProfilerStepRow]) -> str:
-    """Return a sentence on the slowest step beside the median, if there are three steps or more."""
+    """Return a sentence that compares the slowest step with the median. Empty with fewer than three steps."""
     if len(rows) < 3:
         return ""
     slowest = max(rows, key=lambda row: row.dur_ns)
@@ -143,4 +143,5 @@ _COLUMNS: dict[str, Callable[[ProfilerStepRow], int | None]] = {
     "backward": lambda row: row.backward_ns,
     "optimizer": lambda row: row.optimizer_ns or None,
 }
-"""Columns of the table; those without a time in any step are left out."""
+"""Columns of the table, with a function that returns the time in ns. A column without any time is left
+out."""

@@ -1,12 +1,12 @@
-"""Tokens per second of a step's rollout and training, and the use of devices (MFU) by stage.
+"""*Throughput*: tokens per second of a step's rollout and training, and the use of devices (MFU) by stage.
 
-Tokens come from `step_tokens`, else from attributes of spans, else from engines' counters. The number of
-devices and their names come from the manifest and the traces; nothing is guessed.
+Tokens come from `step_tokens`; without those, from attributes of spans; without those, from engines'
+counters. Number and names of the devices come from the manifest and the traces.
 
 MFU = FLOPs / (seconds of the stage * devices * peak FLOP/s). FLOPs are tokens * `flops_per_token`, of which
-forward alone is a third (PaLM, appendix B), or those of the operators in traces with shapes.
+the forward pass is a third (PaLM, appendix B); or they are counted from the operators of traces with shapes.
 
-This file is long because it holds the whole account: hardware, tokens, FLOPs, and their tables.
+This file is longer than 500 lines because hardware, tokens, FLOPs and their tables belong to one calculation.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ if TYPE_CHECKING:
     from stepscope_report.section import Sources
 
 _Worker: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
-"""(host, pid, place in the parallel layout)."""
+"""(host, pid, position in the parallel layout) of a worker."""
 
 
 class Devices(NamedTuple):
-    """Devices, or other units, that tokens are divided by."""
+    """A number of devices, or of other units if the devices are unknown."""
 
     number: int
     unit: str
-    """`GPU` or `NPU`; if the devices are unknown, `rank`, `process` or `replica`."""
+    """`GPU` or `NPU`. If the devices are unknown: `rank`, `process` or `replica`."""
     name: str | None = None
-    """The devices' name; None if it is unknown, or if there are several kinds."""
+    """Name of the devices. None if it is unknown or if there are several kinds."""
 
 
 class Hardware:
-    """The devices of a step's processes, from the manifest and the traces."""
+    """Devices of the step's processes and replicas, read from the manifest and the traces."""
 
     def __init__(self, timeline: Timeline, activities: Sequence[TraceActivity]) -> None:
         self._timeline = timeline
         self.of_process: dict[int, Devices] = {}
-        """{index of a process: its devices}. Processes without devices are left out."""
+        """Devices by index of the process. Processes without a known device are left out."""
         self.of_replica: dict[int, Devices] = {}
-        """{number of a replica: the devices in its recording}."""
+        """Devices by number of the replica, for replicas that were recorded."""
         self.flops_per_token: float | None = None
         self.peak_tflops: float | None = None
-        """The configured peak, or None if it is not configured."""
+        """Peak TFLOP/s of one device from the configuration, or None if it is not configured."""
         self._read_manifest()
         self._read_traces(activities)
         self._read_replicas(activities)
 
     def of_spans(self, counts: Callable[[Span], bool]) -> Devices | None:
-        """Return the devices of the processes that ran certain spans, or anything below them.
+        """Return the devices of the processes that ran spans for which `counts` is True, or spans below them.
 
-        If no device is known, the number of ranks among these processes, else the number of processes. None
-        without such a span.
+        If no device is known, return the number of ranks among these processes; without ranks, the number of
+        processes. None if no span counts.
         """
         below = _below(self._timeline, counts)
         indices = {span.process for span, inside in zip(self._timeline.spans, below, strict=True) if inside}
@@ -82,7 +82,7 @@ class Hardware:
         return Devices(len(ranks), "rank") if ranks else Devices(len(processes), "process")
 
     def of_rollout(self, engines: Sequence[Engine]) -> Devices | None:
-        """Return the devices of the engines, or of the processes that generate without an engine."""
+        """Return the devices of the engines; without engines, those of the processes that generate."""
         timeline = self._timeline
         numbers = {engine.number for engine in engines if engine.number is not None}
         numbers |= {
@@ -121,8 +121,8 @@ class Hardware:
                 self.of_process[activity.process] = _named(number, names)
 
     def _read_replicas(self, activities: Sequence[TraceActivity]) -> None:
-        """Count the ranks of each recorded replica: the ranks that wrote a file, or the size that a sidecar
-        states.
+        """Count the ranks of each recorded replica: the workers that wrote a file, or the world size that its
+        artifacts state.
         """
         names: dict[int, set[str]] = defaultdict(set)
         workers: dict[int, set[_Worker]] = defaultdict(set)
@@ -156,14 +156,14 @@ def _named(number: int, names: set[str]) -> Devices:
 
 
 def _together(devices: Sequence[Devices]) -> Devices:
-    """Return the sum of the devices. The name is None if they have several names."""
+    """Return the sum of the devices. Its name is None if the names differ."""
     names, units = {own.name for own in devices}, [own.unit for own in devices]
     (name, *others) = names
     return Devices(sum(own.number for own in devices), units[0], None if others else name)
 
 
 def _below(timeline: Timeline, counts: Callable[[Span], bool]) -> list[bool]:
-    """Return for each span whether it, or a span above it, counts."""
+    """Return for each span whether `counts` is True for the span or for one above it."""
     known: list[bool | None] = [True if counts(span) else None for span in timeline.spans]
     for index in range(len(known)):
         path, at = [], index
@@ -180,14 +180,14 @@ def _below(timeline: Timeline, counts: Callable[[Span], bool]) -> list[bool]:
 
 
 class Count(NamedTuple):
-    """A number of tokens, and its source for people."""
+    """A number of tokens, with its source as text."""
 
     tokens: int
     source: str
 
 
 def _rollout_tokens(timeline: Timeline, engines: Sequence[Engine], counters: Counters | None) -> Count | None:
-    """Return the tokens that were generated in the step, or None if it is not known."""
+    """Return the tokens that were generated in the step, or None if unknown."""
     return (
         _counted(timeline, "rollout")
         or _of_spans(timeline, lambda span: generates(span) and span.stage not in SERVED).get("")
@@ -197,7 +197,7 @@ def _rollout_tokens(timeline: Timeline, engines: Sequence[Engine], counters: Cou
 
 
 def _train_tokens(timeline: Timeline) -> dict[str, Count]:
-    """Return the tokens that were trained on, by role. The role is empty if `step_tokens` counted them."""
+    """Return the tokens that were trained on, by role. If `step_tokens` counted them, the only role is ""."""
     counted = _counted(timeline, "train")
     if counted is not None:
         return {"": counted}
@@ -207,7 +207,7 @@ def _train_tokens(timeline: Timeline) -> dict[str, Count]:
 
 
 def _stage_tokens(timeline: Timeline) -> dict[Label, int]:
-    """Return the sum of the attribute `tokens` by stage. Of nested calls of a stage only the outermost
+    """Return the sum of the attribute `tokens` by stage. If calls of one stage are nested, only the outermost
     counts.
     """
     sums: Counter[Label] = Counter()
@@ -224,8 +224,8 @@ def _counted(timeline: Timeline, kind: str) -> Count | None:
 
 
 def _of_spans(timeline: Timeline, counts: Callable[[Span], bool]) -> dict[str, Count]:
-    """Return the sums over the outermost spans that state tokens, by role, with the total under an empty
-    role.
+    """Return the tokens that spans state, by role, and the total under the role "". If such spans are nested,
+    only the outermost counts.
     """
     sums: dict[str, int] = defaultdict(int)
     stages: dict[str, dict[str, None]] = defaultdict(dict)
@@ -263,7 +263,8 @@ def _stated(span: Span, name: str = "tokens") -> int | None:
 
 
 _OTHER_MODELS = ROLLOUT_ROLES | {"critic"}
-"""Roles to which `flops_per_token` does not apply, or whose tokens do not account for all of their work."""
+"""Roles whose FLOPs do not follow from `flops_per_token`, because they run another model or do more work than
+their tokens say."""
 _TFLOPS = {
     # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
     # nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
@@ -285,32 +286,32 @@ _TFLOPS = {
     # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "AMD Instinct MI300X": 1307.4,
 }
-"""Peak TFLOP/s by the names that torch gives devices: dense, in BF16 or FP16, from data sheets. Figures with
-sparsity, which are twice the dense ones, are halved. A slice of a device (MIG) has another name, and so no
+"""Peak TFLOP/s in BF16 or FP16, dense, by the device's name in torch. From data sheets; figures with
+sparsity, which are twice as high, are halved. A part of a device (MIG) has a different name and therefore no
 peak. Huawei publishes no figure for Ascend 910B; other sources state 256 to 376."""
 
 
 class StageUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The FLOPs of a stage, and their share of the devices' peak."""
+    """FLOPs of a stage, and their share of the devices' peak."""
 
     role: str
     stage: str
     flops: float
     source: str
-    """The source of the FLOPs, as text: `flops_per_token`, or `operators` of traces."""
+    """Source of the FLOPs: `flops_per_token`, or `operators` (of traces)."""
     device_ns: int
-    """Sum over the devices of the time for which the stage ran on them."""
+    """Time for which the stage ran, added up over its devices, in ns."""
     devices: int
     unit: str
-    """`GPU` or `NPU`; `rank` or `process` if no device is known."""
+    """`GPU` or `NPU`. If no device is known: `rank` or `process`."""
     device: str | None
-    """Name of the devices, or None if they are unknown or of several kinds."""
+    """Name of the devices. None if it is unknown or if there are several kinds."""
     tflops_each: float
     """TFLOP/s of one device while the stage ran."""
     peak_tflops: float | None
-    """The peak of one device; None if it is neither known nor configured."""
+    """Peak TFLOP/s of one device. None if it is neither known nor configured."""
     mfu: float | None
-    """Model FLOPs utilisation between 0 and 1, or None if no peak is known."""
+    """Model FLOPs utilisation, from 0 to 1. None if no peak is known."""
 
 
 def _stage_uses(
@@ -322,15 +323,16 @@ def _stage_uses(
     """Return the stages whose FLOPs are known.
 
     Args:
-        trained: Tokens that `step_tokens` counted. They belong to the outermost stage that trains.
+        trained: Tokens that `step_tokens` counted. They count for the outermost training stage, if there
+            is only one.
     """
     uses = [*_given(timeline, hardware, trained), *_traced(timeline, activities, hardware)]
     return tuple(sorted(uses, key=lambda use: (-use.flops, use.role, use.stage, use.source)))
 
 
 def _rollout_use(tokens: int, active_ns: int | None, devices: Devices, hardware: Hardware) -> StageUse | None:
-    """Return the use of the rollout's devices: the forward FLOPs of generated tokens. Prompts are not
-    counted.
+    """Return the use of the rollout's devices. Only generated tokens count, with the FLOPs of a
+    forward pass.
     """
     if not active_ns or hardware.flops_per_token is None:
         return None
@@ -350,7 +352,7 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
     for label, number in tokens.items():
         spans = by_label[label]
         one = ((span.start_ns, timeline.until_ns(span)) for span in spans if span.process == spans[0].process)
-        busy_ns = union_ns(placed(timeline, spans) or one)  # of one process if none is aligned
+        busy_ns = union_ns(placed(timeline, spans) or one)  # the time of one process, if no clock is aligned
         devices = hardware.of_spans(is_of(label))
         if label[0] in _OTHER_MODELS or devices is None or not busy_ns:
             continue
@@ -360,7 +362,7 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
 
 
 def _outermost(timeline: Timeline) -> set[Label]:
-    """Return the stages that train and do not run below another stage that trains."""
+    """Return the training stages that run below no other training stage."""
     training = (span for span in timeline.spans if trains(span) and span.role not in _OTHER_MODELS)
     return {label_of(span) for span in training if not any(map(trains, above(timeline, span)))}
 
@@ -368,9 +370,7 @@ def _outermost(timeline: Timeline) -> set[Label]:
 def _traced(
     timeline: Timeline, activities: Sequence[TraceActivity], hardware: Hardware
 ) -> Iterator[StageUse]:
-    """Yield the use by stages in processes whose traces have shapes, for the time in which the traces
-    recorded.
-    """
+    """Yield the stages of processes whose traces have shapes, within the time that the traces cover."""
     if not any(activity.content.flops.counts for activity in activities):
         return
     flops: dict[Label, float] = defaultdict(float)
@@ -398,7 +398,9 @@ def _traced(
 
 
 def _recorded(timeline: Timeline, activity: TraceActivity, calls: Sequence[Span]) -> list[Pair]:
-    """Return the parts of the calls in which the trace recorded, disjoint and in order."""
+    """Return the (start, end) pairs of the calls within the time that the trace covers, disjoint and in
+    order.
+    """
     content = activity.content
     first_ns, last_ns = activity.unix_ns(content.first_us or 0.0), activity.unix_ns(content.last_us or 0.0)
     pairs = ((span.start_ns, timeline.until_ns(span)) for span in calls)
@@ -430,27 +432,27 @@ def _use(
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of the rollout, or of training."""
+    """Tokens per second of the rollout, or of training."""
 
     phase: str
     """`rollout` or `train`."""
     role: str | None = None
-    """The role of the spans that state the tokens, in training; None for the whole step."""
+    """Role of the training spans that state the tokens. None for all roles together."""
     tokens: int
     source: str
-    """The source of the tokens, as text: `step_tokens`, `spans turn`, `requests`, `engines' counters`."""
+    """Source of the tokens: `step_tokens`, `spans turn`, `requests` or `engines' counters`."""
     per_s: float
-    """Tokens per second of the step's time."""
+    """Tokens per second of the step's duration."""
     active_ns: int | None
-    """Time in which any process was in this phase, or None if no span tells."""
+    """Time in which at least one process was in this phase, in ns. None if no span shows it."""
     active_per_s: float | None
-    """Tokens per second of the active time."""
+    """Tokens per second of `active_ns`, or None if that is unknown."""
     devices: int | None
-    """Number of the units named by `unit`, or None if unknown."""
+    """Number of units, or None if unknown."""
     unit: str | None
-    """`GPU`, `NPU`, `rank`, `process` or `replica`."""
+    """`GPU`, `NPU`, `rank`, `process` or `replica`. None if unknown."""
     per_s_each: float | None
-    """`per_s` divided by `devices`, or None if that is unknown."""
+    """`per_s` divided by `devices`, or None if `devices` is unknown."""
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -465,7 +467,7 @@ def step_throughput(
     engines: Sequence[Engine],
     counters: Counters | None,
 ) -> Throughput | None:
-    """Return the tokens per second and the use of devices; None if neither tokens nor FLOPs are known."""
+    """Return the tokens per second and the use of devices. None if neither tokens nor FLOPs are known."""
     hardware = Hardware(timeline, activities)
     generated, trained = _rollout_tokens(timeline, engines, counters), _train_tokens(timeline)
     engine_devices = hardware.of_rollout(engines)
@@ -528,7 +530,7 @@ _USES = ("role", "stage", "FLOPs from", ">TFLOP/s each", ">peak", ">MFU", "devic
 
 
 def throughput_blocks(throughput: Throughput | None, report: StepReport) -> Iterator[Block]:
-    """Yield the tokens per second, and the stages whose FLOPs are known."""
+    """Yield tables of the tokens per second and of the stages whose FLOPs are known."""
     if throughput is None:
         return
     if throughput.rates:

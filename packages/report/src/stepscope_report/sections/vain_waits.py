@@ -1,4 +1,4 @@
-"""Waits in vain: time in which a process waited while no process was busy that could end the wait."""
+"""Waits in vain: time in which a process waited while no process did work that could end the wait."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from stepscope_report.timeline import Timeline
 
 
 class VainWait(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage that waits, over the step."""
+    """The waits of one stage, over the step."""
 
     role: str
     stage: str
     processes: tuple[str, ...]
-    """The processes that waited in it."""
+    """Names of the processes that waited in this stage."""
     wall_ns: int
-    """Time in which at least one of these processes waited."""
+    """Time in which at least one of these processes waited, in ns."""
     vain_ns: int
-    """The part of `wall_ns` in which no process worked that could end the wait. For a wait of a rollout role
-    only work of rollout roles can end it; for others, all work can."""
+    """Part of `wall_ns` in which no process did work that could end the wait. Only work of rollout roles can
+    end a wait of a rollout role; any work can end other waits."""
 
 
 def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
     """Return the waits that were partly in vain, the longest vain time first.
 
-    Left out are waits for work that no process recorded in this step. Empty if a process is unaligned,
-    because it may have been busy.
+    Waits for roles that recorded no work in this step are left out. Empty if the clock of a process is
+    unaligned, because that process may have worked.
     """
     waiters: dict[Label, dict[str, None]] = defaultdict(dict)
     for span in timeline.spans:
@@ -57,7 +57,7 @@ def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
 
 
 def _sum(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
-    """Return the time of each wait, and the part of it that was in vain."""
+    """Return the time of each waiting stage, and the part of that time in vain."""
     work, window = work_of(timeline, range(len(timeline.spans))), timeline.window
     wall_ns, vain_ns = Counter[Label](), Counter[Label]()
     for start_ns, end_ns, mask in walk(work.intervals, window.start_ns, window.end_ns):
@@ -71,7 +71,7 @@ def _sum(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
 
 
 def _could_end(wait: Label, roles: Iterable[str]) -> bool:
-    """Return whether work of one of the roles could end the wait."""
+    """Return True if work of one of the roles could end the wait."""
     return any(role in ROLLOUT or wait[0] not in ROLLOUT for role in roles)
 
 

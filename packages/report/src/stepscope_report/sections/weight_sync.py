@@ -1,4 +1,4 @@
-"""Phases of a step's weight synchronisation, the bytes moved, their speed, and the processes that waited."""
+"""*Weight synchronisation*: its phases, the bytes moved and their speed, and the processes that waited."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stepscope_report.section import Sources
 
 _Way: TypeAlias = "tuple[int, str, str, str | None]"
-"""(process, role, stage, bucket)."""
+"""(process, role, stage, bucket) of a transfer. The bucket is None if the calls name none."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,18 +35,18 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     """Number of calls that ended."""
     since_ns: int | None
-    """Start of the first call, after the step's opening, or None if its clock is unaligned."""
+    """Start of the first call in ns after the capture opened. None if no such clock is aligned."""
     active_ns: int
-    """Time in which at least one call ran, in any process whose clock is aligned."""
+    """Time in which at least one call ran in a process with an aligned clock, in ns."""
     max_ns: int | None
-    """The longest call, or None if none has ended."""
+    """Duration of the longest call in ns. None if no call ended."""
     bytes: int | None
-    """Sum of the attribute `bytes` of its calls; of nested calls only the outermost counts. None if no call
-    has the attribute."""
+    """Sum of the attribute `bytes` of the calls. If calls are nested, only the outermost counts. None if no
+    call has the attribute."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of one process that state their bytes, by bucket if they state that too."""
+    """Calls of one process, stage and bucket that state the bytes they moved."""
 
     process: str
     rank: int | None
@@ -56,13 +56,13 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     bytes: int
     busy_ns: int
-    """Time in which at least one of these calls ran."""
+    """Time in which at least one of these calls ran, in ns."""
     gb_per_s: float | None
-    """Speed in 10^9 bytes per second of `busy_ns`, or None if that is 0."""
+    """Speed in 10^9 bytes per second of `busy_ns`. None if `busy_ns` is 0."""
 
 
 class SyncWait(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that did nothing while weights moved."""
+    """A process that was idle while weights moved."""
 
     process: str
     rank: int | None
@@ -73,16 +73,16 @@ class WeightSync(msgspec.Struct, frozen=True, kw_only=True):
     """The weight synchronisation of a step."""
 
     active_ns: int
-    """Time in which a call that moves weights ran."""
+    """Time in which at least one call that moves weights ran, in ns."""
     between_ns: int
-    """Time without a call between the trainer's end of the sync and the engine's, in which weights were on
-    their way."""
+    """Time between the trainer's last call and the engine's first one, in which no span ran and the weights
+    were on their way."""
     phases: tuple[Phase, ...]
-    """The phases in the order of their starts."""
+    """Phases in order of their start."""
     transfers: Table[Transfer]
-    """The transfers, the longest time first."""
+    """Transfers by time, the longest first."""
     waits: Table[SyncWait]
-    """The processes that waited, the longest wait first."""
+    """Processes that waited, the longest wait first."""
 
 
 def weight_sync(timeline: Timeline, breakdown: Breakdown, idle: Iterable[Idle]) -> WeightSync | None:
@@ -161,8 +161,8 @@ def _bucket(span: Span) -> str | None:
 
 
 def _is_inner(timeline: Timeline, span: Span, bucket: str | None = None) -> bool:
-    """Return whether a span's bytes are already counted by a call above it of the same stage (and bucket, if
-    given).
+    """Return True if a call around the span, of the same stage (and bucket, if given), already counts its
+    bytes.
     """
     return any(
         label_of(outer) == label_of(span) and bucket in (None, _bucket(outer)) and _bytes(outer) is not None
@@ -175,7 +175,7 @@ _TRANSFERS = ("process", "stage", "bucket", ">calls", ">bytes", ">busy", ">GB/s"
 
 
 def weight_blocks(sync: WeightSync | None, report: StepReport) -> Iterator[Block]:
-    """Yield the phases, the moved bytes by process and bucket, and the processes that waited."""
+    """Yield the phases, the bytes moved by process and bucket, and the processes that waited."""
     if sync is None:
         return
     yield TextTable("Weight synchronisation", _PHASES, tuple(map(_drawn_phase, sync.phases)), _note(sync))
