@@ -223,7 +223,7 @@ def test_the_very_first_step_is_captured_with_what_was_under_way(tmp_path: Path)
     }  # fmt: skip
     assert result.long_tail is not None
     assert (result.long_tail.trajectories, result.long_tail.under_way) == (1, 1)
-    assert "1 under way" in under(RunLayout(tmp_path), 0)
+    assert "1 begun before" in under(RunLayout(tmp_path), 0)
 
 
 def test_a_capture_that_runs_into_the_next_step_keeps_the_two_apart(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_cancelled_trajectories_are_no_part_of_the_long_tail(tmp_path: Path) -> 
     assert (tail.trajectories, tail.cancelled, tail.of_other_steps) == (9, 1, 0)
     assert (tail.held_ns, tail.rollout_ns, tail.cancelled_after_ns) == (0, 100 * MS, 800 * MS)
     assert max(spread.max.ns for spread in tail.spreads) == 100 * MS
-    assert "1 cancelled, the last 800 " in of_trajectories(report)
+    assert "1 cancelled (the last one 800 " in of_trajectories(report)
     assert "long-tail" not in [advice.rule for advice in report.advice]
 
 

@@ -130,7 +130,7 @@ def test_of_many_rows_the_terminal_shows_the_highest_of_each(tmp_path: Path) -> 
         case.folder.process("actor", rank).counter("process CPU", {0: 0.0, S: float(rank)}, unit="%")
     text = printed(case.report(), 150)
     assert "actor 19" in text.partition("Counters")[2]
-    assert "of 19 rows" in text
+    assert "Of 19 rows" in text
 
 
 def test_a_late_event_loop_is_named_with_its_thread(case: Case) -> None:

@@ -1,1 +1,1 @@
-"""Advice on a step: one module for each family of rules. `sections.advice` lists the rules."""
+"""Advice on a step, with one module for each family of rules. `sections.advice` lists the rules."""

@@ -15,8 +15,8 @@ _STRAGGLERS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-host", 
 
 
 def straggler(evidence: Evidence) -> Advice | None:
-    """Advise if a process takes a quarter longer than the others of its role, or others wait for it, and that
-    is 2 % of the step.
+    """Advise if a process takes 25 % longer than others of its role, or if others wait for it, and this costs
+    at least 2 % of the step.
     """
     cause = next((cause for cause in evidence.causes if cause.kind in _STRAGGLERS), None)
     if cause is None or cause.process is None:
@@ -29,9 +29,9 @@ def straggler(evidence: Evidence) -> Advice | None:
     if stage is not None and stage.uneven:
         profiled = any(share.profiled for share in stage.processes if share.process == name)
         because.append(
-            "a profiler recorded each of these; the others are not compared with it"
+            "a profiler recorded all processes of this comparison; those without a profiler are left out"
             if profiled
-            else "no profiler recorded it, though some of the others"
+            else "no profiler recorded this process, though it recorded some of the others"
         )
     more = "has more to do" if cause.kind == "uneven-batch" else "is slower"
     return Advice(
@@ -41,7 +41,7 @@ def straggler(evidence: Evidence) -> Advice | None:
         else f"{name} {more} than the others in {role} {cause.stage}",
         because=tuple(because),
         do=(
-            f"see what {name} did before it, such as fetching data: put it in a span to have its name here"
+            f"see what {name} did before, such as fetching data; a span around that names it here"
             if cause.stage is None
             else "balance requests by length and load, not in turn"
             if role in GENERATES
@@ -61,7 +61,9 @@ def _changes(role: str, evidence: Evidence) -> tuple[SettingChange, ...]:
 
 
 def uneven_profiling(evidence: Evidence) -> Advice | None:
-    """Advise if a process would be a straggler if a profiler had recorded the others as well."""
+    """Advise if a profiled process is slower than processes of its role that ran without a profiler, so that
+    the profiler may be the reason.
+    """
     gaps = [
         gap
         for stage in _comparable(evidence)
@@ -98,7 +100,7 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
 
 
 class _Gap(NamedTuple):
-    """The excess of one process over the processes that it is compared with, in one stage."""
+    """Time by which one process exceeds the processes that it is compared with, in one stage."""
 
     stage: Stage
     slowest: Share
@@ -133,8 +135,8 @@ def _gap_to_unprofiled(stage: Stage) -> _Gap:
 
 
 def _cut_off(stage: Stage, evidence: Evidence) -> bool:
-    """Return whether a recording that ended early cut off calls of the stage, so that its processes cannot be
-    compared.
+    """Return True if calls of the stage were cut off because a recording ended early. The processes of the
+    stage cannot be compared then.
     """
     if any(
         (span.role, span.stage) == (stage.role, stage.stage) and span.process in evidence.cut

@@ -1,4 +1,4 @@
-"""Advice on devices and processes: memory, collectives, idle time, event loops, garbage collection, KV
+"""Advice on devices and processes: memory, collectives, idle time, event loops, garbage collection, and KV
 caches.
 """
 
@@ -16,11 +16,11 @@ from stepscope_report.spans import GENERATES, ROLLOUT
 
 _TRAINS = ("actor", "trainer")
 COLLECTING = 5
-"""Advice is given if the garbage collector takes this percentage of the step."""
+"""Percentage of the step that the garbage collector must take for advice."""
 
 
 def memory_nearly_full(evidence: Evidence) -> Advice | None:
-    """Advise if an allocator held 95 % of its device or more."""
+    """Advise if torch's allocator held at least 95 % of a device's memory."""
     full = [
         row
         for row in evidence.memory
@@ -53,8 +53,8 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
 
 
 def collectives(evidence: Evidence) -> Advice | None:
-    """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives without
-    computation at the same time. Collectives that moved weights belong to the advice on weight syncs.
+    """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives that no
+    computation hides. Collectives that move weights are left out, because `weight_sync` gives advice on them.
     """
     spent = (
         (max(0, (row.collective_ns or 0) - evidence.syncing_ns.get(row.process, 0)), row)
@@ -72,7 +72,7 @@ def collectives(evidence: Evidence) -> Advice | None:
     if worst.skew_ns is not None:
         because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
         if one:
-            because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
+            because.append(f"{worst.awaited} was last for {duration(worst.awaited_ns)} of it")
     whom = worst.awaited if one else "each other"
     if worst.skew_ns is None and _has_unprofiled_peers(evidence, worst.role):
         return _may_wait(worst.role, tuple(because), collective_ns)
@@ -100,15 +100,15 @@ def collectives(evidence: Evidence) -> Advice | None:
 
 
 def _side(process: str, evidence: Evidence) -> str:
-    """Return `rollout` for a process that generates, `training` for one that updates the policy, else its
-    role.
+    """Return `rollout` for a process that generates, `training` for a process that updates the policy, and
+    otherwise its role.
     """
     role = next((row.role for row in evidence.idle if row.process == process), "")
     return "rollout" if role in GENERATES else "training" if role in _TRAINS else role
 
 
 def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
-    """Return whether processes of this role have no trace, so that it is unknown when they entered
+    """Return True if some processes of this role have no trace. Then it is unknown when they entered
     collectives.
     """
     profiled = {row.name for row in evidence.health.processes if row.profiled}
@@ -126,7 +126,9 @@ def _may_wait(role: str, because: tuple[str, ...], collective_ns: int) -> Advice
 
 
 def idle_device(evidence: Evidence) -> Advice | None:
-    """Advise if a device was busy for less than half of the time between its first and its last kernel."""
+    """Advise if a device was busy for less than half of the time between its first and its last kernel, and
+    its idle time is at least 5 % of the step.
+    """
     rows = () if evidence.traces is None else evidence.traces.devices
     idle = [
         row
@@ -157,7 +159,7 @@ def _rows(evidence: Evidence, name: str) -> Sequence[CounterRow]:
 
 
 def late_event_loop(evidence: Evidence) -> Advice | None:
-    """Advise if calls waited for an event loop that was late by more than 100 ms."""
+    """Advise if an event loop was late by more than 100 ms while calls waited for it."""
     late = () if evidence.counters is None else evidence.counters.late_loops
     if not late:
         return None
@@ -168,7 +170,7 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
     elif worst.blocker is not None:
         because.append(f"the loop ran again when {' '.join(worst.blocker)} ended")
     if len(late) > 1:
-        because.append(f"so it was on {count(len(late), 'loop')}")
+        because.append(f"in all, {count(len(late), 'loop')} were late")
     return Advice(
         rule="late-event-loop",
         what=f"{'something' if worst.blocker is None else ' '.join(worst.blocker)} blocks the event loop of "
@@ -186,7 +188,7 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
 
 
 def garbage_collection(evidence: Evidence) -> Advice | None:
-    """Advise if a process spent 5 % of the step in Python's garbage collector."""
+    """Advise if a process spent more than 5 % of the step in Python's garbage collector."""
     worst = max(_rows(evidence, GC), key=lambda row: row.mean, default=None)
     if worst is None or worst.mean <= COLLECTING:
         return None
@@ -204,7 +206,7 @@ def garbage_collection(evidence: Evidence) -> Advice | None:
 
 
 def idle_device_of_tools(evidence: Evidence) -> Advice | None:
-    """Advise if a device was at 0 % for 5 % of the step or more while tools ran."""
+    """Advise if a device was at 0 % for at least 5 % of the step while tools ran."""
     devices = () if evidence.counters is None else evidence.counters.idle_devices
     worst = max(devices, key=lambda device: device.tools_ns, default=None)
     if worst is None or worst.tools_ns * 20 < evidence.breakdown.window_ns:
@@ -212,7 +214,7 @@ def idle_device_of_tools(evidence: Evidence) -> Advice | None:
     others = sum(device.tools_ns * 20 >= evidence.breakdown.window_ns for device in devices) - 1
     because = [f"{share_of_step(worst.tools_ns, evidence)}, of {duration(worst.idle_ns)} at 0 %"]
     if others:
-        because.append(f"so were {count(others, 'other device')}, for 5 % of the step or more")
+        because.append(f"also for 5 % of the step or more: {count(others, 'other device')}")
     return Advice(
         rule="idle-while-tools-run",
         what=f"{worst.device} of {worst.host} was at 0 % while the rollout waited for tools",
@@ -224,7 +226,7 @@ def idle_device_of_tools(evidence: Evidence) -> Advice | None:
 
 
 def full_kv_cache(evidence: Evidence) -> Advice | None:
-    """Advise if an engine preempted requests while its KV cache was full."""
+    """Advise if an engine preempted requests and its KV cache was full at some time."""
     preempted = {(row.process, row.of): row.increase for row in _rows(evidence, PREEMPTIONS) if row.increase}
     full = [
         row for row in _rows(evidence, KV_CACHE) if row.most >= FULL and (row.process, row.of) in preempted

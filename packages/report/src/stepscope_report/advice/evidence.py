@@ -1,7 +1,7 @@
-"""The figures that rules of advice use, and the advice that they give.
+"""The figures of a step that rules of advice read, and the record of one piece of advice.
 
-Figures that no section of the report has are computed here: the profilers that ran, the demand for engines
-and tools, and the settings of the framework at hand.
+Figures that belong to no section of the report are computed here: the profilers that ran, the demand for
+engines and tools, and the settings of the framework.
 """
 
 from __future__ import annotations
@@ -41,46 +41,47 @@ _HEAVY = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that a profiler recorded, or one replica that its engine's own profiler recorded."""
+    """A process that a profiler recorded, or a replica that its engine's own profiler recorded."""
 
     name: str
-    """The name as in the timeline: `actor 0`, `rollout replica 1`; `replica 1` if the engine recorded it as a
-    whole."""
+    """Name of the process in the timeline, such as `actor 0` or `rollout replica 1`; or `replica 1` if the
+    engine recorded the replica as a whole."""
     role: str
     has_peers: bool = False
-    """True if other processes of its role were recorded too."""
+    """True if a profiler recorded other processes of the same role too."""
     by_torch: bool = False
-    """True if torch.profiler recorded it, which `torch.schedule` can shorten."""
+    """True if torch.profiler recorded the process. `torch.schedule` can shorten such recordings."""
     heavy: tuple[str, ...] = ()
-    """Options that make recordings large and were on: `stacks`, `shapes`, `memory`."""
+    """Options that were on and make recordings large: `stacks`, `shapes`, `memory`."""
     engine: bool = False
-    """True if the profiler is an engine's own."""
+    """True if the profiler belongs to an inference engine."""
 
 
 class Profiling(msgspec.Struct, frozen=True, kw_only=True):
-    """The profilers of one step, and the devices that their traces show."""
+    """The profilers that ran in one step, and the kind of devices that their traces show."""
 
     recorded: tuple[Profiled, ...] = ()
-    """Empty if no profiler ran."""
+    """Recorded processes and replicas. Empty if no profiler ran."""
     given: bool = False
-    """True if engines were given to the capture, recorded or not."""
+    """True if engines were given to the capture, whether or not a profiler recorded them."""
     gpu: bool = False
-    """True if a trace shows a GPU. False without traces."""
+    """True if a trace shows a GPU. False if there are no traces."""
     npu: bool = False
     """True if a trace shows an Ascend NPU."""
     on_cpu: bool = False
-    """True if there are traces, and neither they nor the processes have a device."""
+    """True if there are traces, and neither a trace nor a process has a device."""
     prepared: bool = False
-    """True if the owner called `prepare` before the capture, so that its one-off cost was paid."""
+    """True if the owner called `prepare` before the capture, so that the capture did not pay the one-off cost
+    of opening."""
     writers: tuple[tuple[str, int], ...] = ()
-    """(replica, ns): the replicas whose own profilers started or wrote while the capture opened or closed,
-    and for how long. The slowest first."""
+    """(replica, ns) for each replica whose own profiler started or wrote while the capture opened or closed,
+    with the time that this took. The slowest first."""
     met: frozenset[str] = frozenset()
-    """Names of the processes that answered the owner, and so are among its workers."""
+    """Names of the processes that answered the owner, and are therefore among the capture's workers."""
 
 
 def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> Profiling:
-    """Return the profilers that ran, by the manifest and by the traces."""
+    """Return the profilers that ran, according to the manifest and the traces."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     began = {key for part in parts for key in part.began}
     devices = {device.name for activity in activities for device in activity.content.devices}
@@ -101,7 +102,7 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
 
 
 def _recorded_processes(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
-    """Yield the processes with spans that a profiler recorded."""
+    """Yield the recorded processes that have spans."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     tools = {
         (part.process.key, artifact.tool)
@@ -130,7 +131,9 @@ def _recorded_processes(timeline: Timeline, activities: Sequence[TraceActivity])
 
 
 def _recorded_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
-    """Yield the replicas that their engines recorded, and the engines' processes that left no spans."""
+    """Yield the replicas that their engines recorded, and recorded processes of engines that have
+    no spans.
+    """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     names = [
         item.name for part in parts for item in part.expected if item.kind == "engine" and item.artifacts
@@ -161,30 +164,30 @@ def _writers(timeline: Timeline) -> tuple[tuple[str, int], ...]:
 
 
 def _beside_ns(timeline: Timeline, pairs: Sequence[Pair]) -> int:
-    """Return the length of the parts of `pairs` in which the capture was being opened or closed."""
+    """Return the part of `pairs`, in ns, in which the capture was being opened or closed."""
     (opening_ns, closing_ns), window = beside_step(timeline), timeline.window
     opening = clipped(pairs, window.start_ns - opening_ns, window.start_ns)
     return union_ns([*opening, *clipped(pairs, window.end_ns, window.end_ns + closing_ns)])
 
 
 FULL = 95
-"""A KV cache counts as full from this percentage on."""
+"""Use in percent from which a KV cache counts as full."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Demand of one step. A number is None if nothing recorded tells it."""
+    """Demand for engines and tools in one step. A number is None if nothing recorded states it."""
 
     fitting_requests: int | None = None
-    """Number of requests that ran in a replica while its KV cache was full: the median of its samples, and
-    the least of the replicas."""
+    """Number of requests that ran in a replica while its KV cache was full: the median over samples, and the
+    lowest over replicas."""
     requests_at_once: int | None = None
-    """Largest number of requests that a replica ran or let wait."""
+    """Largest number of requests that one replica was running or had waiting."""
     tools_at_once: int | None = None
-    """Largest number of tools that ran or waited."""
+    """Largest number of tool calls that were running or waiting at the same time."""
 
 
 def step_demand(timeline: Timeline) -> Demand:
-    """Return the demand for engines and tools at once, to compare with settings that limit these numbers."""
+    """Return the demand of a step, for comparison with settings that limit it."""
     fitting: dict[tuple[int, str], list[float]] = defaultdict(list)
     for engine, used, running in _together(timeline, KV_CACHE, RUNNING_REQUESTS):
         if used >= FULL and running >= 1:
@@ -207,7 +210,9 @@ def step_demand(timeline: Timeline) -> Demand:
 
 
 def _together(timeline: Timeline, one: str, other: str) -> Iterator[tuple[tuple[int, str], float, float]]:
-    """Yield (process and engine, value, value of the other) of two counters that were sampled at one time."""
+    """Yield ((process, engine), value, value of the other) for each time at which two counters were sampled
+    together.
+    """
     series: dict[str, dict[tuple[int, str], dict[int, float]]] = {one: {}, other: {}}
     for counter in timeline.counters:
         if counter.name in series:
@@ -224,39 +229,40 @@ Direction: TypeAlias = Literal["higher", "lower", "on"]
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting of the framework at hand that advice suggests to change."""
+    """A change of one setting of the user's framework that advice suggests."""
 
     framework: str
     version: str | None = None
-    """The framework's version, as recorded."""
+    """Version of the framework, or None if it was not recorded."""
     setting: str
     present: bool | int | float | str | None = None
-    """The present value, or None if it is unset or differs between processes."""
+    """Present value. None if the setting is unset or its value differs between processes."""
     suggested: bool | int | float | str | None = None
-    """The suggested value; None if no measurement gives one."""
+    """Suggested value. None if no measurement leads to a value."""
     direction: Direction
-    """The direction of the change; `on` turns a switch on."""
+    """Direction of the change. `on` turns a switch on."""
     predicted_saving_ns: int | None = None
-    """Saving per step that what-if predicts, or None if what-if cannot make this change, refuses it, or
+    """Time per step that what-if predicts the change to save. None if what-if cannot predict this change or
     predicts no saving."""
     error_ns: int | None = None
-    """Half of the interval of 95 % around the prediction: the distance to its farther end."""
+    """Uncertainty of the prediction in ns: the distance from the prediction to the farther end of its 95 %
+    interval."""
 
 
 class Located(NamedTuple):
-    """A setting, with the framework or engine that has it."""
+    """A setting, together with the framework or engine that it belongs to."""
 
     framework: FrameworkSettings
     setting: Setting
 
 
 Settings: TypeAlias = Mapping[str, Located]
-"""{knob: its setting}."""
+"""Settings by knob, the name that frameworks share for a setting of the same meaning."""
 
 
 def step_settings(manifest: Manifest | None) -> Settings:
-    """Return the settings that the processes of a step recorded. For a knob that a framework and its engine
-    both have, return the framework's.
+    """Return the settings that the processes of a step recorded, by knob. If a framework and its engine both
+    have a setting for a knob, the framework's is returned.
     """
     parts = () if manifest is None else sorted(manifest.processes, key=lambda part: not part.owner)
     recorded = [framework for part in parts for framework in part.settings]
@@ -271,21 +277,21 @@ def step_settings(manifest: Manifest | None) -> Settings:
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a step that rules use. Shares are of the step without the capture's opening and
-    closing.
+    """The figures of a step that rules read. Shares are of the step's duration, without the capture's opening
+    and closing.
     """
 
     breakdown: Breakdown
     critical_path: CriticalPath
     causes: Sequence[OtherCause] = ()
-    """The causes within the step, the largest saving first."""
+    """Causes within the step, the largest saving first."""
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None
     batches: tuple[Batches, ...] = ()
     idle: Table[Idle]
     syncing_ns: Mapping[str, int] = {}  # never written
-    """Time in collectives that moved weights, by the name of the process."""
+    """Time in collectives that moved weights, in ns, by name of the process."""
     vain_waits: Table[VainWait] = Table()
     engines: Table[Engine]
     traces: TraceTables | None
@@ -293,16 +299,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     health: Health
     profiling: Profiling = Profiling()
     cut: frozenset[str] = frozenset()
-    """Names of processes whose recording ended before their work did, so that some of their calls were cut
-    off."""
+    """Names of processes whose recording ended before their work did, so that some of their calls have no
+    end."""
     over_budget: frozenset[str] = frozenset()
-    """The profilers that a budget ended."""
+    """Names of processes whose recording a budget ended."""
     demand: Demand = Demand()
     settings: Settings = {}
-    """Settings of the framework at hand; empty if no framework is known."""
+    """Settings of the user's framework by knob. Empty if no framework is known."""
     what_if: WhatIf = no_saving
     names: ManyNames | None = None
-    """The limit on stage names that was reached; None if each stage and role has a row."""
+    """The limit on stage names that the step exceeded. None if each stage and role has its own row."""
 
     @property
     def counter_rows(self) -> Sequence[CounterRow]:
@@ -315,22 +321,22 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
-    """Name of the rule, which does not change, for scripts."""
+    """Name of the rule, which scripts can rely on."""
     kind: Literal["alarm", "hint"] = "hint"
-    """`alarm`: something is wrong, or the numbers mislead. `hint`: time could be saved."""
+    """`alarm`: something is wrong, or the report's numbers mislead. `hint`: time could be saved."""
     what: str
     because: tuple[str, ...]
-    """The numbers that the advice is based on."""
+    """The figures on which the advice is based, as text."""
     do: str
     saves_ns: int | None = None
-    """An upper bound of what the step would be shorter by if the cause took no time and everything else kept
-    its duration and order. None if unknown."""
+    """Upper bound of the time by which the step would be shorter if the cause took no time and everything
+    else kept its duration and order. None if unknown."""
     settings: tuple[SettingChange, ...] = ()
-    """Settings of the framework at hand to change; empty if none is known."""
+    """Changes of settings of the user's framework. Empty if no setting is known."""
 
 
 def is_unedited(evidence: Evidence) -> bool:
-    """Return whether the reader can change only the configuration, and no code."""
+    """Return True if the user can change only the configuration, because the program is unedited."""
     return evidence.health.opened_by == "instrument"
 
 

@@ -1,4 +1,4 @@
-"""Advice on the recording: missing parts, parts that make its numbers mislead, and the cost of profilers."""
+"""Advice on the recording itself: missing parts, misleading numbers, and the cost of profilers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 
 _LARGE_TRACE = 100_000
-"""A trace with at least this many events is a likely reason for a long closing."""
+"""Number of events from which a trace is a probable reason for a slow closing."""
 
 _STALLED = (
     "Engines write after the step if neither iterations.count nor by_stage is set, and write less with a "
     "smaller count"
 )
 _NAME = 60
-"""Length to which a name is cut in advice."""
+"""Number of characters to which a name is cut in advice."""
 
 
 def never_ended(evidence: Evidence) -> Advice | None:
-    """Advise on calls of processes that never closed their capture, else on calls that were still open when
-    their process closed its own.
+    """Advise on calls without an end: those of processes that never closed their capture, else those that
+    were running when their process closed it.
 
-    Calls that a budget cut off do not count. A process that hangs is ended by SIGTERM.
+    Calls that a budget cut off are left out.
     """
     spans = [span for span in evidence.health.open_spans if span.process not in evidence.over_budget]
     if not spans:
@@ -42,14 +42,14 @@ def never_ended(evidence: Evidence) -> Advice | None:
     if killed:
         whose = "its" if len(killed) == 1 else "their"
         what = f"{count(len(killed), 'call')} never ended: {whose} process was killed, or still runs"
-        remedy = "look at that process' log and at what it waited for, under `Never ended`"
+        remedy = "look at that process' log, and at the call in the list `Never ended`"
     else:
         what = (
             f"{count(len(spans), 'call')} had not ended when the capture closed: a hang, or work that goes on"
         )
-        remedy = "see `Never ended`"
+        remedy = "see the list `Never ended`"
         if not is_unedited(evidence):
-            remedy += "; work for a later step should say so: trajectory(step=...)"
+            remedy += "; name the step of work for a later one: trajectory(step=...)"
     first = (killed or spans)[0]
     began = "" if first.start_ns is None else f" began at {duration(first.start_ns)},"
     seen = f"seen for {duration(first.wall_ns)}"
@@ -70,9 +70,9 @@ def unaligned(evidence: Evidence) -> Advice | None:
         rule="unaligned",
         kind="alarm",
         what=(
-            "1 process is in no wall time, because its clock was not measured"
+            "the times of 1 process are left out, because its clock was not measured"
             if len(names) == 1
-            else f"{count(len(names), 'process')} are in no wall time, because their clocks were not measured"
+            else f"the times of {count(len(names), 'process')} are left out: their clocks were not measured"
         ),
         because=(f"unaligned: {few(names, 4)}",),
         do=(
@@ -87,7 +87,7 @@ def unaligned(evidence: Evidence) -> Advice | None:
 
 
 def between_steps(evidence: Evidence) -> Advice | None:
-    """Advise if more than a tenth of the loop's time passes between its steps."""
+    """Advise if the time between two steps is more than a tenth of the time from one step to the next."""
     baseline = evidence.baseline
     if baseline is None or baseline.between_ns is None:
         return None
@@ -109,7 +109,7 @@ def between_steps(evidence: Evidence) -> Advice | None:
 
 
 def ids_in_names(evidence: Evidence) -> Advice | None:
-    """Advise if stages or roles have many names that hold ids."""
+    """Advise if names of stages or roles contain ids, so that there are too many of them."""
     many = evidence.names
     if many is None or not many.ids:
         return None
@@ -123,8 +123,8 @@ def ids_in_names(evidence: Evidence) -> Advice | None:
 
 
 def shared_number(evidence: Evidence) -> Advice | None:
-    """Advise if several processes that served different trajectories at the same time have the same replica
-    number.
+    """Advise if several processes with the same replica number served different trajectories at the same
+    time.
     """
     engine = next((engine for engine in evidence.engines if engine.rivals), None)
     if engine is None:
@@ -132,7 +132,7 @@ def shared_number(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="shared-number",
         what=f"{count(len(engine.rivals), 'process')} are counted as one: {engine.replica}",
-        because=(f"at the same time, each served other trajectories: {few(engine.rivals, 4)}",),
+        because=(f"they served different trajectories at the same time: {few(engine.rivals, 4)}",),
         do=(
             "if they are engines of their own, give each a number: `replica` of its `instrument` entry"
             if is_unedited(evidence)
@@ -154,7 +154,7 @@ def dropped(evidence: Evidence) -> Advice | None:
 
 
 def no_rollout(evidence: Evidence) -> Advice | None:
-    """Advise if no process recorded the rollout of a step of RL."""
+    """Advise if a step of reinforcement learning has no recorded rollout."""
     if evidence.engines:
         return None
     work = [stage for stage in evidence.stages if not stage.waits]
@@ -179,14 +179,16 @@ def no_rollout(evidence: Evidence) -> Advice | None:
 
 
 def _of_rl(stage: Stage) -> bool:
-    """Return whether a stage shows that the step trains on rollouts. Supervised training has none."""
+    """Return True if a stage shows that the step trains on a rollout. Supervised training has no
+    such stage.
+    """
     if stage.waits or MOVES_WEIGHTS.search(stage.stage):
         return stage.role in ROLLOUT
     return stage.role == "critic" or "advantage" in stage.stage.lower()
 
 
 def blind_spot(evidence: Evidence) -> Advice | None:
-    """Advise if a tenth of the step is outside of all spans."""
+    """Advise if no span covers a tenth of the step."""
     line = next(line for line in evidence.breakdown.lines if line.kind == "unaccounted")
     if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None
@@ -215,10 +217,10 @@ def blind_spot(evidence: Evidence) -> Advice | None:
 
 
 def not_typical(evidence: Evidence) -> Advice | None:
-    """Advise if the step took a tenth more than uncaptured ones near it, and more than nine tenths of them.
-    Also if it took a tenth less, and less than all.
+    """Advise if the step is not typical: 10 % longer than the median of uncaptured steps and longer than nine
+    tenths of them, or 10 % shorter than the median and shorter than all.
 
-    Also advise if engines stood still for a tenth of it because their own profilers wrote.
+    Otherwise advise if engines served nothing for a tenth of the step because their own profilers wrote.
     """
     baseline, stalled_ns = evidence.baseline, evidence.breakdown.stalled_most_ns
     if baseline is None or baseline.excess_ns is None or len(baseline.steps) < ENOUGH:
@@ -251,14 +253,14 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
 
 def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
-    """Return whether something that is longer than its like in this step explains half of an excess. A
-    profiler slows all alike.
+    """Return True if a cause within the step explains half of the excess. A profiler would not be such a
+    cause, because it slows all similar calls alike.
     """
     return any((cause.ns or 0) * 2 >= excess_ns for cause in evidence.causes)
 
 
 def _slowed(evidence: Evidence) -> str:
-    """Return the remedy for a step that took longer than uncaptured ones."""
+    """Return the advice for a step that took longer than uncaptured ones."""
     if evidence.health.recorder is not None:
         return "see below what took the time. `stepscope diff` with a usual step shows what grew"
     if not evidence.profiling.recorded:
@@ -273,10 +275,11 @@ def _slowed(evidence: Evidence) -> str:
 
 
 def _less(evidence: Evidence, process: str | None = None) -> list[str]:
-    """Return the ways to record less that apply to what was recorded. A schedule needs an edited program.
+    """Return the ways in which less could be recorded. `torch.schedule` is among them only for edited
+    programs.
 
     Args:
-        process: The process, or the replica, that the advice names; None if it is about the whole step.
+        process: Name of the process or replica that the advice is about. None for the whole step.
     """
     recorded, ways = _recorded(evidence, process), []
     if any(one.has_peers for one in recorded):
@@ -296,9 +299,9 @@ def _recorded(evidence: Evidence, process: str | None) -> list[Profiled]:
 
 
 def is_stalled(evidence: Evidence) -> bool:
-    """Return whether engines stood still for a tenth of the step, because their own profilers wrote.
+    """Return True if engines served nothing for a tenth of the step because their own profilers wrote.
 
-    True also if they may have stood still, because no span names the engine that its work waited for.
+    Also True if they may have: if no span names the engine that the work of that time waited for.
     """
     return evidence.breakdown.stalled_most_ns * 10 >= max(evidence.breakdown.window_ns, 1)
 
@@ -317,8 +320,10 @@ def _stalled(evidence: Evidence) -> Advice | None:
 
 
 def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, ...]:
-    """Return how long engines stood still, and how long the step (which took `took_ns`) took without that
-    time.
+    """Return sentences on how long engines served nothing because their profilers wrote.
+
+    Args:
+        took_ns: Duration of the step, to state the duration without that time. None to leave that out.
     """
     sure_ns, most_ns = evidence.breakdown.stalled_ns, evidence.breakdown.stalled_most_ns
     without = "" if took_ns is None else f". Without that it took {duration(took_ns - sure_ns)}"
@@ -331,7 +336,7 @@ def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, .
 
 
 def _write_less(evidence: Evidence) -> str:
-    """Return the advice for engines that write their traces within the step."""
+    """Return the advice for engines that write their traces during the step."""
     if _knows_who_stalled(evidence):
         return f"trust the other lines; the line `profiler` holds the cost. {_STALLED}"
     return (
@@ -344,7 +349,7 @@ def _knows_who_stalled(evidence: Evidence) -> bool:
 
 
 def profiler_cost(evidence: Evidence) -> Advice | None:
-    """Advise if opening and closing the capture took a tenth of the step or more."""
+    """Advise if opening and closing the capture took at least a tenth of the step's duration."""
     spent_ns = evidence.breakdown.opening_ns + evidence.breakdown.closing_ns
     if spent_ns * 10 < max(evidence.breakdown.window_ns, 1):
         return None
@@ -354,7 +359,7 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
     because = [f"{duration(spent_ns)} beside a step of {duration(evidence.breakdown.window_ns)}"]
     whose = None if worst is None or worst.owner else worst.name
     engine, wrote_ns = next(iter(evidence.profiling.writers), ("", 0))
-    waited = wrote_ns * 2 >= spent_ns and whose is None  # the owner for an engine
+    waited = wrote_ns * 2 >= spent_ns and whose is None  # the owner waited for an engine
     if waited:
         because.append(f"{engine} took longest: its profiler started and wrote for {duration(wrote_ns)}")
         worst, whose = None, engine
@@ -365,16 +370,16 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
         whose = whose if waited else largest.process
     return Advice(
         rule="profiler-cost",
-        what="opening and closing the capture took long next to this step; other steps do not pay it",
+        what="opening and closing the capture took long for this step; uncaptured steps do not pay it",
         because=tuple(because),
         do=_make_cheaper(evidence, worst, whose),
     )
 
 
 def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
-    """Return how long a process took to open and close.
+    """Return sentences on how long a process took to open and close.
 
-    The owner waits for the other processes, so for the owner also name the slowest of these.
+    The owner waits for the other processes. For the owner, a second sentence names the slowest of these.
     """
     if worst.cost is None:
         return []
@@ -391,11 +396,11 @@ def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
 
 
 def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str | None) -> str:
-    """Return the remedies that fit what was recorded.
+    """Return what would make the capture cheaper, as one sentence.
 
     Args:
-        worst: The process that took longest to open and close.
-        whose: The process, or the replica, that made the others wait; None if that is unknown.
+        worst: The process that took longest to open and close. None if unknown.
+        whose: Name of the process or replica that the others waited for. None if unknown.
     """
     remedies = []
     cost = None if worst is None else worst.cost
@@ -415,8 +420,8 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str | Non
 
 
 def _slowest_to_record(health: Health, wall_ns: int) -> ProcessRow | None:
-    """Return a worker that explains half of the time that the owner spent, because the owner waits for the
-    worker; else return the owner.
+    """Return the slowest worker if it explains half of the time that the owner spent on opening and closing,
+    else the owner.
     """
     costs = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
     workers = [pair for pair in costs if not pair[1].owner and pair[0] * 2 >= wall_ns]

@@ -1,7 +1,8 @@
-"""Remedies of rules as settings: what to change, from which value to which, and what it saves.
+"""Settings that the rules of advice suggest to change, with the new value and the predicted saving.
 
-`REMEDIES` lists the knobs that each rule turns. The manifest of a step has the framework's name and present
-value of each knob. A value is suggested only if a measured number gives it; else only a direction is.
+`REMEDIES` lists the knobs of each rule. A knob is the name that frameworks share for a setting of the same
+meaning; a step's manifest has the framework's own name and the present value. A new value is suggested only
+if a measured number leads to it. Otherwise the advice states only a direction.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Saving
 
 _MULTIPLE = 8
-"""Suggested numbers of requests are rounded to multiples of this number, from twice the number on."""
+"""Suggested numbers of requests are rounded to multiples of this number if they are at least twice as
+large."""
 _MOST_MEMORY = 0.95
 _CUT_TAIL = Options(cut_tail="p90")
-"""What-if change for the rule `long-tail`, which is about the last tenth of the trajectories."""
+"""What-if change for the rule `long-tail`: the step does not wait for the last tenth of the trajectories."""
 
 
 class Case(NamedTuple):
-    """The step for which advice is given."""
+    """A step, and the process in it, for which advice is given."""
 
     evidence: Evidence
     process: str | None
     """The process that the advice is about, or None."""
 
     def number(self, knob: Knob) -> float | None:
-        """Return the present value of a setting, or None if it is unknown or not a number."""
+        """Return the present value of a knob, or None if it is unknown or not a number."""
         located = self.evidence.settings.get(knob)
         value = None if located is None else located.setting.value
         return value if isinstance(value, (int, float)) else None
@@ -41,25 +43,25 @@ class Case(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A knob that a rule turns."""
+    """A change of a knob that a rule suggests."""
 
     knob: Knob
     direction: Direction
     value: Callable[[Case, Setting], float | None] = lambda case, setting: None
-    """Returns the value that measured numbers give, or None. If the value is not in the knob's direction, the
-    setting is not the cause."""
+    """Function that returns the value to which measured numbers lead, or None. A value that is not in
+    `direction` means that the setting is not the cause."""
     options: Options | Callable[[Case, float], Options | None] | None = None
-    """The what-if change that corresponds to this remedy, or a function that returns it for the suggested
-    value; None if there is none."""
+    """The corresponding change for what-if, or a function that returns it for the suggested value. None if
+    what-if cannot make this change."""
     applies: Callable[[Case], bool] = lambda case: True
 
 
 def changes(rule: str, evidence: Evidence, process: str | None = None) -> tuple[SettingChange, ...]:
-    """Return the settings to change when a rule applies.
+    """Return the settings that a rule suggests to change.
 
     Args:
-        rule: One of `REMEDIES`. For other rules, the result is empty.
-        process: The process that the advice is about, for settings of memory.
+        rule: A key of `REMEDIES`. The result is empty for other rules.
+        process: Name of the process that the advice is about, for settings of memory. Otherwise None.
     """
     case = Case(evidence, process)
     made = (_change(remedy, case) for remedy in REMEDIES.get(rule, ()))
@@ -67,7 +69,7 @@ def changes(rule: str, evidence: Evidence, process: str | None = None) -> tuple[
 
 
 def _change(remedy: Remedy, case: Case) -> SettingChange | None:
-    """Return the change, or None if the setting is unknown or is not the cause."""
+    """Return the change, or None if the setting is unknown or not the cause."""
     located = case.evidence.settings.get(remedy.knob)
     if located is None or not remedy.applies(case):
         return None
@@ -116,8 +118,8 @@ def _requests_that_fit(case: Case, setting: Setting) -> int | None:
 
 
 def _requests_at_once(case: Case, setting: Setting) -> int | None:
-    """Return the largest number of requests that a replica had at once, as far as its KV cache holds them;
-    None if unknown.
+    """Return the largest number of requests that one replica had at once, limited to what its KV cache can
+    hold. None if unknown.
     """
     wanted, present = case.evidence.demand.requests_at_once, setting.value
     if wanted is None or not _has_one_engine(case):
@@ -131,8 +133,8 @@ def _requests_at_once(case: Case, setting: Setting) -> int | None:
 
 
 def _has_one_engine(case: Case) -> bool:
-    """Return whether each replica has one engine, because the limit is of an engine and counters are sums
-    over a replica's engines.
+    """Return True if each replica has one engine. Otherwise the counters are sums over engines, and cannot be
+    compared with a limit of one engine.
     """
     return (case.number("data_parallel") or 1) == 1
 
@@ -147,13 +149,15 @@ def _one_engine_more(case: Case, setting: Setting) -> float | None:
 
 
 def _a_ninth_more(case: Case, setting: Setting) -> int | None:
-    """Return a number of prompts of which nine tenths make a batch."""
+    """Return a number of prompts of which nine tenths are one batch."""
     batch = case.number("rollout_batch")
     return None if batch is None else ceil(batch * 10 / 9)
 
 
 def _twice(case: Case, setting: Setting) -> int | None:
-    """Return twice the present value if the memory of the process' device can hold twice its peak."""
+    """Return twice the present value. None if twice the peak would not fit into the memory of the process'
+    device.
+    """
     part = _part_of_memory(case)
     fits = isinstance(setting.value, int) and part is not None and 2 * part <= _MOST_MEMORY
     return 2 * int(setting.value or 0) if fits else None
@@ -164,7 +168,7 @@ def _half(case: Case, setting: Setting) -> int | None:
 
 
 def _part_of_memory(case: Case) -> float | None:
-    """Return the largest part of its device's memory that the process reserved."""
+    """Return the largest share of its device's memory that the process reserved."""
     rows = [row for row in case.evidence.memory if row.process == case.process]
     return max((row.reserved_bytes / row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
 
@@ -182,8 +186,8 @@ def _more_requests(case: Case, suggested: float) -> Options | None:
 
 
 def _cut_tail_alone(case: Case, suggested: float) -> Options | None:
-    """Return the change `_CUT_TAIL`, or None if beginning more trajectories than a batch has needs another
-    setting.
+    """Return `_CUT_TAIL`. None if the framework needs another setting to begin more trajectories than a batch
+    has.
     """
     return None if "oversampling" in case.evidence.settings else _CUT_TAIL
 
@@ -266,4 +270,4 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
         Remedy("weight_bucket", "higher"),
     ),
 }
-"""{rule, with its case: the knobs that it turns}."""
+"""Changes of knobs by rule, with the case of the rule after a colon."""

@@ -1,4 +1,4 @@
-"""Advice on the rollout: slowest trajectories, queues, tools, engines, and weights sent to the engines."""
+"""Advice on the rollout: slow trajectories, queues, tools, engines, and weight syncs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stepscope_report.suspects import ENOUGH
 from stepscope_report.whatif.changes import Options
 
 _NAMED = 3
-"""Number of stages that a sentence names."""
+"""Largest number of stages that a sentence names."""
 _QUEUE = "requests wait for a place in the engine"
 _SHORTEN_QUEUE = (
     "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: max_running_requests)"
@@ -42,13 +42,13 @@ _TAIL_REMEDIES: dict[_TailKind, str] = {
     ),
     "reward": "give its judge a deadline, or more workers, or score while other trajectories generate",
     "later": "begin more trajectories at once, or those with long prompts first",
-    "other": "open a span around what it awaits there: what that is, nothing says",
+    "other": "open a span around what it awaits there, because nothing recorded names that",
 }
 
 
 def long_tail(evidence: Evidence) -> Advice | None:
-    """Advise if the last tenth of three or more trajectories took 15 % of the rollout or more, and 2 % of the
-    step.
+    """Advise if the last tenth of at least three trajectories took 15 % of the rollout and 2 % of
+    the step.
     """
     tail = evidence.long_tail
     if tail is not None and not tail.trajectories:
@@ -59,7 +59,7 @@ def long_tail(evidence: Evidence) -> Advice | None:
     if held_ns * 100 < 15 * tail.rollout_ns or held_ns * 50 < evidence.breakdown.window_ns:
         return None
     if tail.last_profiled == tail.last:
-        return None  # a profiler made these the last ones, as far as anybody can tell
+        return None  # a profiler may have made these the last ones
     cause = next((cause for cause in evidence.causes if cause.trajectory is not None), None)
     if cause is None:
         return None
@@ -77,8 +77,8 @@ def long_tail(evidence: Evidence) -> Advice | None:
 
 
 def thin_batches(evidence: Evidence) -> Advice | None:
-    """Advise if the last tenth of the rollout or more, and 2 % of the step, ran with few requests in every
-    replica, and `long_tail` says nothing.
+    """Advise if few requests ran in every replica during the last tenth of the rollout, for at least 2 % of
+    the step. No advice if `long_tail` gives some.
     """
     thin = thin_end(evidence.batches)
     if thin is None or long_tail(evidence) is not None:
@@ -123,8 +123,8 @@ def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
 
 
 def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
-    """Advise if, of three or more trajectories that the step consumes, the last tenth had begun before and
-    went on for 2 % of it.
+    """Advise if trajectories that began before the step ran on for 2 % of the step. They must be at most a
+    tenth of the trajectories that the step consumes, of which there must be at least three.
     """
     late = tail.late
     if late is None or tail.consumed < ENOUGH or late.trajectories > -(-tail.consumed // 10):
@@ -135,8 +135,8 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
         rule="long-tail",
         what="the step waits for its slowest trajectories, begun before it",
         because=(
-            f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",
-            f"the last, {late.last}, for {share_of_step(late.until_ns, evidence)}",
+            f"{late.trajectories} of the {tail.consumed} trajectories that it consumes ran when it began",
+            f"the last one, {late.last}, ran on for {share_of_step(late.until_ns, evidence)}",
         ),
         do=_TAIL_REMEDIES["generation"],
         saves_ns=late.until_ns,
@@ -145,7 +145,7 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
 
 
 def _tail_kind(cause: OtherCause) -> _TailKind:
-    """Return what the last trajectory did for longer than the others."""
+    """Return the kind of work that made the last trajectory longer than the others."""
     if cause.stage is None or cause.role is None:
         return "later"
     if cause.role == "reward" or (cause.kind == "queue" and "reward" in cause.stage):
@@ -159,11 +159,11 @@ def _tail_kind(cause: OtherCause) -> _TailKind:
 
 
 def queueing(evidence: Evidence) -> Advice | None:
-    """Advise if requests queued for a fifth of a replica's passes; without noted passes, for a fifth of the
-    trajectories' time, while no engine wrote traces.
+    """Advise if requests queued for a fifth of the time of a replica's passes. If no engine recorded its
+    passes: for a fifth of the trajectories' time.
 
-    Without spans of queues, advise if an engine's counters show that a fifth of its requests waited on
-    average while its KV cache had room.
+    If no queue was recorded either, advise if an engine's counters show that one in five requests waited on
+    average while its KV cache had room. No advice if engines wrote traces for a tenth of the step.
     """
     if is_stalled(evidence):
         return None
@@ -173,10 +173,11 @@ def queueing(evidence: Evidence) -> Advice | None:
 
 
 def _queueing_by_passes(evidence: Evidence) -> Advice | None:
-    """Advise if requests waited for a fifth of a replica's passes.
+    """Advise if requests waited during a fifth of the time of a replica's passes.
 
-    The advice is the change that saves more by the measured service curve, if that is 2 % of the step. A
-    larger batch is none if the KV cache is full.
+    The advice is more requests at once or more replicas, whichever saves more by the measured service curve.
+    No advice if that is less than 2 % of the step. More requests at once are not advised if the KV cache is
+    full.
     """
     rows = [
         engine
@@ -214,7 +215,9 @@ def _queueing_by_passes(evidence: Evidence) -> Advice | None:
 
 
 def _curve_facts(engine: Batches) -> Iterator[str]:
-    """Yield `by its passes, 4 requests at once write 310 tokens/s, and 8 write 520`."""
+    """Yield a sentence on the service curve: `by its passes, 4 requests at once write 310 tokens/s, and 8
+    write 520`.
+    """
     if len(engine.sizes) >= 2:
         fewer, most = engine.sizes[-2:]
         yield (
@@ -236,7 +239,7 @@ def _queueing_by_spans(evidence: Evidence) -> Advice | None:
 
 def _queueing_by_counters(evidence: Evidence) -> Advice | None:
     if any(stage.waits and stage.role == "rollout" for stage in evidence.stages):
-        return None  # its queues are known, and are short
+        return None  # its queues are recorded, and are short
     named = {(row.process, row.of, row.name): row for row in evidence.counter_rows}
     queues = [
         (row, running, cache)
@@ -265,8 +268,8 @@ def _queueing_by_counters(evidence: Evidence) -> Advice | None:
 
 
 def slow_tools(evidence: Evidence) -> Advice | None:
-    """Advise on the calls that are slower than the others of their tool, else if tools are a fifth of the
-    trajectories' time.
+    """Advise on a tool with calls that took longer than its other calls. If there is none, advise if tools
+    took a fifth of the trajectories' time.
     """
     do = "run more of them at once, give them a deadline, or let other trajectories generate meanwhile"
     cause = next((cause for cause in evidence.causes if cause.kind == "slow-tool"), None)
@@ -298,8 +301,11 @@ def _in_trajectories(
     do: str,
     saves_ns: int | None,
 ) -> Advice | None:
-    """Advise if stages take a fifth of the trajectories' time in sum, and could save 2 % of the step, or
-    their saving is unknown.
+    """Advise if the calls of some stages took a fifth of the trajectories' total time, and would save 2 % of
+    the step. If the saving is unknown, the first condition is enough.
+
+    Args:
+        counts: True for stages whose calls count.
     """
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
@@ -326,10 +332,10 @@ def _in_trajectories(
 
 
 def prefill_alone(evidence: Evidence) -> Advice | None:
-    """Advise if an engine read prompts, and wrote no token, for a quarter of its time.
+    """Advise if an engine only prefilled for a quarter of its recorded time.
 
-    A recording of less than half of the rollout is not used, because its first passes read prompts, and
-    `by_stage` records the same number of passes of each kind.
+    Recordings of less than half of the rollout are not used. The first passes of a rollout are prefills, and
+    `by_stage` records as many passes of one kind as of the other.
     """
     rows = [
         row
@@ -341,7 +347,7 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
     worst = max(rows, key=lambda row: row.prefill_ns)
     return Advice(
         rule="prefill-alone",
-        what=f"{worst.replica} reads prompts while nobody gets tokens",
+        what=f"{worst.replica} reads prompts while no request gets tokens",
         because=(
             (
                 f"{duration(worst.prefill_ns)} of {duration(worst.recorded_ns)}: "
@@ -355,8 +361,8 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
 
 
 def _prefill_by_passes(evidence: Evidence) -> Advice | None:
-    """Advise if requests waited for their next token during a quarter of a replica's passes, because these
-    read prompts alone.
+    """Advise if requests waited for their next token during a quarter of the time of a replica's passes,
+    because these passes only prefilled.
     """
     worst = max(evidence.batches, key=lambda engine: engine.held_ns, default=None)
     if worst is None or worst.held_ns * 4 < worst.busy_ns:
@@ -379,13 +385,13 @@ def _prefill_by_passes(evidence: Evidence) -> Advice | None:
 
 
 def _prefill_ns(engines: Sequence[Engine]) -> int:
-    """Return the time in which any replica read prompts, even if it also wrote tokens, projected on one
-    stretch of its load.
+    """Return the time in which at least one request was in prefill, in ns.
 
-    A request that goes from one replica to another waits for the prefill of both.
+    For each bin of the load, the requests of all replicas are added up, because a request that goes from one
+    replica to another waits for the prefill of both.
     """
     reading: Counter[int] = Counter()
-    """{start of the stretch: hundredths of a request}."""
+    """Requests in prefill by start of the bin, in hundredths of a request."""
     width_ns = 0
     for row in engines:
         for load, following in pairwise(row.load):
@@ -396,7 +402,7 @@ def _prefill_ns(engines: Sequence[Engine]) -> int:
 
 
 def weight_sync(evidence: Evidence) -> Advice | None:
-    """Advise if moving weights took 5 % of the step or more."""
+    """Advise if moving weights took at least 5 % of the step."""
     weights = evidence.critical_path.weights
     between_ns = sum(line.wall_ns for line in evidence.breakdown.lines if line.stage == TRANSFER)
     wall_ns = between_ns + (0 if weights is None else weights.wall_ns)
@@ -424,7 +430,7 @@ def weight_sync(evidence: Evidence) -> Advice | None:
 
 
 def _shares(parts: Sequence[PathPart], between_ns: int) -> Iterator[str]:
-    """Yield `trainer sync_weights 2.00 s, rollout load_weights 40.0 ms`."""
+    """Yield the times of the longest stages: `trainer sync_weights 2.00 s, rollout load_weights 40.0 ms`."""
     named = [f"{part.role} {part.stage} {duration(part.wall_ns)}" for part in parts[:_NAMED]]
     if between_ns:
         named.append(f"{TRANSFER} {duration(between_ns)}")
@@ -432,7 +438,9 @@ def _shares(parts: Sequence[PathPart], between_ns: int) -> Iterator[str]:
 
 
 def _stays_in_its_process(evidence: Evidence) -> bool:
-    """Return whether each process that moves weights also generates, without a separate engine."""
+    """Return True if each process that moves weights also generates and no engines were given to
+    the capture.
+    """
     if evidence.profiling.given:
         return False
     moves, generates = set[str](), set[str]()
@@ -446,8 +454,8 @@ def _stays_in_its_process(evidence: Evidence) -> bool:
 
 
 def vain_wait(evidence: Evidence) -> Advice | None:
-    """Advise if a process waited for 5 % of the step or more while no process was busy that could have ended
-    the wait.
+    """Advise if a process waited for at least 5 % of the step while no process did work that could end the
+    wait.
     """
     worst = max(evidence.vain_waits, key=lambda wait: wait.vain_ns, default=None)
     if worst is None or worst.vain_ns * 20 < evidence.breakdown.window_ns:
@@ -455,10 +463,10 @@ def vain_wait(evidence: Evidence) -> Advice | None:
     who = worst.processes[0] if len(worst.processes) == 1 else count(len(worst.processes), "process")
     return Advice(
         rule="vain-wait",
-        what=f"{who} waited in {worst.role} {worst.stage} while nobody it could wait for was busy",
+        what=f"{who} waited in {worst.role} {worst.stage} while no process worked that could end the wait",
         because=(
             share_of_step(worst.vain_ns, evidence),
-            f"in all it waited for {duration(worst.wall_ns)}",
+            f"all waits there: {duration(worst.wall_ns)}",
         ),
         do=(
             "wake it when the work is done, or let it poll more often; if a process that is not recorded did "

@@ -1,6 +1,7 @@
-"""Advice from traces alone: rules on gaps, labels, kernels, streams and ranks, each with the time at stake.
+"""Advice from traces alone: rules on gaps, labels, kernels, streams and ranks, each with the time that could
+be saved.
 
-Thresholds are shares of the time that the process recorded, because a trace tells no step of the whole run.
+Thresholds are shares of the recorded time of a process, because traces do not show the steps of a whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stepscope_report.timeline.activity.doubts import DOUBTS, LINKS
 
 
 class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of traces that rules use."""
+    """The figures of traces that the rules read."""
 
     gaps: Sequence[GapRow]
     labels: Sequence[LabelRow]
@@ -33,8 +34,8 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def untrusted(self) -> frozenset[str]:
-        """Return the processes with a trace that lost work of a device or timed it wrong: their gaps are no
-        evidence.
+        """Return the names of processes whose trace lost device work or has wrong times for it. Their gaps
+        are not used.
         """
         return frozenset(one.name for one in self.activities if DOUBTS & one.content.problems.keys())
 
@@ -46,7 +47,7 @@ IN_DOUBT = "in doubt: see Can these traces be believed?"
 
 
 def trace_advice(evidence: TraceEvidence) -> tuple[Advice, ...]:
-    """Return what the rules say: alarms first, then the largest possible saving."""
+    """Return the advice of all rules: alarms first, then the largest possible saving."""
     said: Iterable[Advice] = (advice for rule in RULES for advice in rule(evidence))
     if any(activity.content.problems.keys() - LINKS for activity in evidence.activities):
         said = (msgspec.structs.replace(advice, because=(*advice.because, IN_DOUBT)) for advice in said)
@@ -59,12 +60,12 @@ def _share(process: str, ns: int, evidence: TraceEvidence) -> str:
 
 
 class _Gaps(msgspec.Struct, frozen=True):
-    """A rule on the gaps of one cause."""
+    """A rule on gaps of the device that have one cause."""
 
     kind: GapKind
     rule: str
     share: float
-    """Part of the recorded time from which the rule speaks."""
+    """Share of the recorded time that the gaps must have for advice."""
     what: str
 
 
@@ -81,11 +82,13 @@ OF_GAPS = (
 )
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _LOOP = 5
-"""Number of gaps by one call at one place in each step, from which the call is in a loop."""
+"""Number of gaps per step, by the same call at the same place, from which the call is in a loop."""
 
 
 def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise on each cause of gaps that left the devices of a process idle for long enough."""
+    """Advise on each cause of gaps that left the devices of a process idle for a large enough share of its
+    time.
+    """
     untrusted = evidence.untrusted
     by_kind = grouped((row for row in evidence.gaps if row.process not in untrusted), lambda row: row.kind)
     steps = Counter(row.process for row in evidence.traces.steps)
@@ -127,7 +130,7 @@ def _say_gaps(rows: Sequence[GapRow]) -> str:
 
 _SMALL_US = 10.0
 _MANY = 200
-"""Fewest kernels of a process of which is told that they are small."""
+"""Number of kernels that a process must have for advice on small ones."""
 
 
 def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -187,12 +190,12 @@ def host_data_loader(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 _OFTEN = 1000
-"""Fewest calls of an operator of which is told that they are small."""
+"""Number of calls that an operator must have for advice on small ones."""
 
 
 def small_operators(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if a process without a device called one operator 1,000 times, each under 10 us, for a tenth of
-    its time.
+    """Advise if a process without a device called one operator at least 1,000 times, with a mean below 10 us,
+    for a tenth of its time.
     """
     called = (
         (operator.self_us, operator.count, operator.name, activity.name)
@@ -220,7 +223,9 @@ _COMPILES = re.compile(r".*\(dynamo_timed\)")
 
 
 def compiled_again(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if torch.compile compiled within the trace for a twentieth of it, where no device shows it."""
+    """Advise if torch.compile compiled for a twentieth of the recorded time, and no gaps of a device show
+    this.
+    """
     if any(row.kind == "compilation" for row in evidence.gaps):
         return
     roots = [
@@ -243,7 +248,7 @@ def compiled_again(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def unpinned_copies(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if copies between the device and pageable memory took 1 % of the time."""
+    """Advise if copies between a device and memory that is not pinned took 1 % of the time."""
     for role, own in grouped(evidence.activities, lambda activity: activity.info.role).items():
         copies = [
             kernel
@@ -268,7 +273,7 @@ def unpinned_copies(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if communication that no computation hides took a tenth of the time of a device."""
+    """Advise if communication that no computation hides took a tenth of a device's time."""
     worst = max(evidence.traces.devices, key=lambda row: row.exposed_ns, default=None)
     if worst is None or worst.exposed_ns * 10 < worst.recorded_ns:
         return
@@ -288,7 +293,7 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if the others waited for one process in collectives for a twentieth of their time."""
+    """Advise if the other processes waited in collectives for one process, for a twentieth of their time."""
     totals: dict[str, int] = defaultdict(int)
     for row in evidence.traces.stragglers:
         totals[row.process] += row.others_waited_ns
@@ -312,7 +317,9 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def _longer_there(process: str, each_ns: int, evidence: TraceEvidence) -> Iterator[str]:
-    """Yield in which label a process took longer than its role, if that is half of what the others waited."""
+    """Yield a sentence on the label in which a process took longer than others of its role, if that explains
+    half of the others' waiting.
+    """
     (role,) = {activity.info.role for activity in evidence.activities if activity.name == process}
     times: dict[str, dict[tuple[str, ...], float]] = {}
     for activity in evidence.activities:
@@ -334,7 +341,7 @@ def _longer_there(process: str, each_ns: int, evidence: TraceEvidence) -> Iterat
 
 
 def uneven_work(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if the device of one rank computes for a fifth longer than the median of its role."""
+    """Advise if the device of one rank computed for a fifth longer than the median of its role."""
     for role, rows in grouped(evidence.traces.devices, lambda row: row.role).items():
         ordered = sorted(rows, key=lambda row: row.compute_ns)
         if len(ordered) < 2:
@@ -353,13 +360,13 @@ def uneven_work(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def _together(rows: Sequence[DeviceRow]) -> bool:
-    """Return whether the devices recorded for about the same time, as ranks of one run do."""
+    """Return True if the devices were recorded for about the same time, as ranks of one run are."""
     recorded = [row.recorded_ns for row in rows]
     return max(recorded) * 4 <= min(recorded) * 5
 
 
 def memory_headroom(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if torch's allocator held 95 % of a device or more."""
+    """Advise if torch's allocator held at least 95 % of a device's memory."""
     full = [
         row
         for row in evidence.traces.memory
@@ -410,17 +417,17 @@ def unfused_optimizer(evidence: TraceEvidence) -> Iterator[Advice]:
 
 _FP32 = re.compile(r".*(?<![a-z])sgemm|.*f32f32_f32f32|.*tf32|Cijk_\w+_SB_|.*s1688gemm", re.IGNORECASE)
 _HALF = re.compile(r".*(b|_|p)f16|.*half|.*fp16", re.IGNORECASE)
-"""Names of matrix products as cuBLAS, cutlass and Tensile (`_SB_`) write them."""
+"""Names of matrix products in half precision, as cuBLAS, cutlass and Tensile name them."""
 _TF32 = re.compile(r".*tf32|.*s1688gemm", re.IGNORECASE)
 
 
 def is_single(kernel: str) -> bool:
-    """Return whether a kernel is a matrix product of numbers in single precision."""
+    """Return True if a kernel is a matrix product in single precision."""
     return _FP32.match(kernel) is not None and _HALF.match(kernel) is None
 
 
 def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if matrix products in single precision took a fifth of the computation of a role."""
+    """Advise if matrix products in single precision took a fifth of a role's time of computation."""
     for role, rows in grouped(evidence.traces.operators, lambda row: row.role).items():
         single = [row for row in rows if row.kind == "compute" and is_single(row.name)]
         ns = sum(row.total_ns for row in single)
@@ -439,7 +446,7 @@ def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def serial_streams(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if several streams of a device compute, one long after the other, hardly ever at once."""
+    """Advise if a device has several busy streams of computation that hardly ever run at the same time."""
     for activity in evidence.activities:
         for device, streams in grouped(activity.content.streams, lambda stream: stream.device).items():
             usage = next((one for one in activity.content.devices if one.name == device), None)
