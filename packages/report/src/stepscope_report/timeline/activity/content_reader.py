@@ -841,6 +841,8 @@ class Reading:
         if self._within is not None:
             self.seen(*self._within)
         steps = self._steps.finish(map(_stretches, self.devices.values()))
+        self.devices.clear()  # gaps take the memory of what is no longer needed
+        self._launches = Launches()
         gaps = self._host.gaps(self.first, self.last)
         if self._within is not None:
             gaps.end_by(self._within[1])
