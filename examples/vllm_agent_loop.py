@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from stepscope import aprepare, capture, configure, span, trajectory, turn  # stepscope
 from stepscope_report.demo import task
 from stepscope_report.demo.calculator import Calculator
-from stepscope_report.demo.engine_replica import warmed_up, write_checkpoint
+from stepscope_report.demo.rollout import warmed_up, write_checkpoint
 from stepscope_report.demo.task import Trajectory
 from stepscope_vllm import engine_args, record_request  # stepscope
 

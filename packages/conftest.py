@@ -94,10 +94,10 @@ def leftovers_are_collected() -> Iterator[None]:
 def one_recorder() -> Iterator[None]:
     """End the flight recorder of the test, its requests and its measured loops."""
     from stepscope._recording.capture import on_demand
-    from stepscope._recording.recorder import baseline, standing
+    from stepscope._recording.recorder import standing, steps
 
     yield
     on_demand.end("the test ended")
     on_demand._forget()
     standing.stop()
-    baseline._loops.clear()
+    steps._loops.clear()

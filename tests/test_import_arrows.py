@@ -48,7 +48,6 @@ TABLES = {
         "holds",
         "plain",
         "opened",
-        "behind",
         "waiting",
         "why",
         "formatting",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope_report.demo.sample import ARCHIVE
+from stepscope_report.demo import ARCHIVE
 from stepscope_report.demo.trainer import run_demo
 
 ITERATIONS = 25

@@ -20,9 +20,9 @@ from stepscope import ProfileConfig, capture, span
 from stepscope._recording.counters import devices
 from stepscope._recording.counters import log as log_module
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import clock
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ConfigError
+from stepscope.files import clock
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import Expectation

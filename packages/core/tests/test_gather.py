@@ -29,7 +29,7 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout import fetch
 from stepscope._recording.fanout.messages import WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
-from stepscope._recording.recorder import baseline
+from stepscope._recording.recorder import steps
 from stepscope._recording.session import budget
 from stepscope._recording.session.session import Session
 from stepscope.engines.actor_call import LEFT_BEHIND
@@ -165,7 +165,7 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
 
 def drain() -> None:
     """Finish the work after a capture, and the work at the end of the process."""
-    baseline.flush()
+    steps.flush()
     assert output.exporter().drain(120) == []
     assert pipeline._commands.drain(120) == []
 

@@ -20,7 +20,6 @@ import msgspec
 import pytest
 
 import stepscope
-from stepscope._recording.process.clock import read_anchor
 from stepscope._recording.process.identity import identify
 from stepscope._recording.spans import api, scopes
 from stepscope._recording.spans import span as spans
@@ -28,6 +27,7 @@ from stepscope._recording.spans.carrier import Carrier, attach, carrier
 from stepscope._recording.spans.log import SpanLog
 from stepscope._recording.spans.scopes import Place, Scope
 from stepscope._recording.spans.span import Span as LiveSpan
+from stepscope.files.clock import read_anchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.files.trace_context import SpanIds

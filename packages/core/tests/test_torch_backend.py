@@ -154,7 +154,7 @@ def test_a_trace_without_python_events_holds_the_same_events(
     make: Callable[..., TorchBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`trace_only`, which makes stop() faster, changes nothing in the file."""
-    from stepscope.backends.torch import options as torch_options
+    from stepscope.backends.torch import window as torch_options
 
     if not torch_options._switches(all_threads=False, with_stack=False):
         pytest.skip(f"torch {torch.__version__} has no trace_only")

@@ -11,7 +11,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import on_demand
-from stepscope._recording.recorder import baseline, standing
+from stepscope._recording.recorder import standing, steps
 from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine
@@ -127,7 +127,7 @@ def _recorder_ends() -> Iterator[None]:
     on_demand.end("the test ended")
     on_demand._forget()
     standing.stop()
-    baseline._loops.clear()
+    steps._loops.clear()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from stepscope.files.manifest.records import Recorded
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.timeline import load_step
-from stepscope_report.timeline.completeness import why_incomplete
+from stepscope_report.timeline.model import why_incomplete
 
 MAIN = Path(__file__).parents[2] / "core" / "tests" / "spmd_main.py"
 MS = 1_000_000

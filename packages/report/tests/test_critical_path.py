@@ -25,7 +25,7 @@ from rich.console import Console
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.testing.steps import StepFolder
 from stepscope_report import CriticalPath, StepReport, step_report
-from stepscope_report.demo.sample import ARCHIVE
+from stepscope_report.demo import ARCHIVE
 from stepscope_report.html.step_page import render_step
 from stepscope_report.terminal import render
 from stepscope_report.timeline import Process, Span, Timeline, Window, load_step, merge_step

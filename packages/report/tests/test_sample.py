@@ -13,7 +13,7 @@ from packages.report.tests.commands import Command
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope_report.demo.sample import ARCHIVE, unpack_sample
+from stepscope_report.demo import ARCHIVE, unpack_sample
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from packages.report.tests.commands import Command
 from packages.report.tests.steps import printed
 from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.process import shutdown
-from stepscope._recording.recorder import baseline
+from stepscope._recording.recorder import steps
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
@@ -28,9 +28,9 @@ MS = 1_000_000
 
 @pytest.fixture(autouse=True)
 def _no_loops_of_other_tests() -> Iterator[None]:
-    baseline._loops.clear()
+    steps._loops.clear()
     yield
-    baseline._loops.clear()
+    steps._loops.clear()
 
 
 def loop(config: ProfileConfig, steps: range) -> None:
@@ -41,7 +41,7 @@ def loop(config: ProfileConfig, steps: range) -> None:
 
 
 def kept(config: ProfileConfig) -> list[UncapturedStep]:
-    baseline.flush()
+    steps.flush()
     assert flush() == []
     return written(config)
 
@@ -59,7 +59,7 @@ def test_a_run_that_captures_nothing_writes_nothing(tmp_path: Path) -> None:
 def test_only_steps_near_a_capture_are_kept(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[100, 300], record="off")
     loop(config, range(500))
-    near = baseline.KEPT
+    near = steps.KEPT
     expected = [*range(100 - near, 100), *range(101, 101 + near), *range(300 - near, 300)]
     expected += range(301, 301 + near)
     assert [row.step for row in kept(config)] == expected
@@ -150,17 +150,17 @@ def beside(path: Path, *took_ms: int, step_ms: int = 130, error: str | None = No
 
 def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 100, 110, 100, 120, 300)
-    baseline = report.baseline
-    assert baseline is not None
-    assert baseline.steps == (45, 46, 47, 48, 49)
-    assert (baseline.min_ns, baseline.p50_ns, baseline.p90_ns, baseline.max_ns) == (
+    steps = report.baseline
+    assert steps is not None
+    assert steps.steps == (45, 46, 47, 48, 49)
+    assert (steps.min_ns, steps.p50_ns, steps.p90_ns, steps.max_ns) == (
         90 * MS,
         100 * MS,
         120 * MS,
         120 * MS,
     )
-    assert (baseline.longer, baseline.excess_ns, baseline.next_ns) == (0, 30 * MS, 300 * MS)
-    assert baseline.cost_ns == report.breakdown.total_ns - report.breakdown.window_ns
+    assert (steps.longer, steps.excess_ns, steps.next_ns) == (0, 30 * MS, 300 * MS)
+    assert steps.cost_ns == report.breakdown.total_ns - report.breakdown.window_ns
     text = printed(report, 200)
     assert re.search(r"\(45-49\) took 100 ms .* 120 ms; 90.0 .* 120 ", text)
     assert "+30.0 ms, +30.0 %" in text

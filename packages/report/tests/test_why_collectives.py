@@ -30,9 +30,8 @@ from stepscope.files.states import (
     ProcessState,
     Thread,
 )
-from stepscope_report.behind import Behind, Entered
 from stepscope_report.cli.why import ask
-from stepscope_report.waiting import say_call
+from stepscope_report.waiting import Behind, Entered, say_call
 from stepscope_report.why import why
 
 RANK = """

@@ -18,9 +18,8 @@ from stepscope._recording.after.hooks import (
     redact,
     step_tokens,
 )
-from stepscope._recording.spans.api import span, trajectory, turn
+from stepscope._recording.spans.api import profile_step, span, trajectory, turn
 from stepscope._recording.spans.carrier import attach, carrier
-from stepscope._recording.spans.decorator import profile_step
 from stepscope._recording.spans.scopes import Scope as Span
 
 if TYPE_CHECKING:

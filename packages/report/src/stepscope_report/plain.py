@@ -41,7 +41,7 @@ from stepscope_report.sections.operators import (
 from stepscope_report.sections.profiler_steps import ProfilerStepRow
 from stepscope_report.sections.throughput import THROUGHPUT, Throughput
 from stepscope_report.timeline.activity.traces import place_traces
-from stepscope_report.timeline.clocks.wall import is_wall
+from stepscope_report.timeline.clocks.align import is_wall
 from stepscope_report.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, COLLECTIVES, ENGINES, THROUGHPUT, TRACES)

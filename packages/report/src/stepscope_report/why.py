@@ -13,10 +13,12 @@ from itertools import chain, islice
 import msgspec
 
 from stepscope.files.states import Frame, OpenSpan, ProcessState, Thread
-from stepscope_report.behind import Behind, Entered, Launched, rank_of
 from stepscope_report.formatting import count
 from stepscope_report.waiting import (
+    Behind,
     Call,
+    Entered,
+    Launched,
     Process,
     RayCalls,
     asks_engine,
@@ -26,6 +28,7 @@ from stepscope_report.waiting import (
     is_loaded,
     is_stuck,
     queue_of,
+    rank_of,
     remote_call,
     say_call,
     say_where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope_report.demo import task
-from stepscope_report.demo.engine_replica import EngineReplica
+from stepscope_report.demo.rollout import EngineReplica
 from stepscope_vllm._arming.environment import engine_args
 from stepscope_vllm._requests import TimedSpan, record_request
 

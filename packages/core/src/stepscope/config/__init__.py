@@ -11,8 +11,8 @@ from stepscope.config._checks import (
     check_save_path,
     check_tool,
 )
+from stepscope.config._fields import closest
 from stepscope.config._instrument import InstrumentConfig
-from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Settings, folder_of, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
@@ -23,6 +23,7 @@ from stepscope.config._sections import (
     CudaMemoryConfig,
     ExportConfig,
     FinishConfig,
+    NpuConfig,
     NsysConfig,
     RecorderConfig,
     ScheduleConfig,
@@ -32,7 +33,6 @@ from stepscope.config._sections import (
 )
 from stepscope.config._sources import RESERVED_VARIABLES, unknown_variables
 from stepscope.config._steps import StepRange, parse_ranges, parse_steps
-from stepscope.config._words import closest
 
 __all__ = [
     "INSTALL_TORCH_NPU",

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepscope.config._fields import closest
 from stepscope.config._instrument import own_program
 from stepscope.config._profile import ProfileConfig
-from stepscope.config._words import closest
 from stepscope.errors import ConfigError, ours
 
 INSTALL_TORCH_NPU = "pip install torch-npu (the one for your torch and CANN), or tool: torch"

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._fields import Mistakes, Parser, Section, build, items_of
-from stepscope.config._words import closest, either
+from stepscope.config._fields import Mistakes, Parser, Section, build, closest, either, items_of
 from stepscope.errors import ConfigError
 
 Scalar: TypeAlias = str | int | float | bool | None

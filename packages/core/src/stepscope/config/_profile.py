@@ -13,7 +13,6 @@ import msgspec
 
 from stepscope.config._fields import Parser, Section, build, items_of
 from stepscope.config._instrument import InstrumentConfig, parse_instrument
-from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
 from stepscope.config._sections import (
     BudgetConfig,
@@ -22,6 +21,7 @@ from stepscope.config._sections import (
     CudaMemoryConfig,
     ExportConfig,
     FinishConfig,
+    NpuConfig,
     NsysConfig,
     RecorderConfig,
     ThroughputConfig,

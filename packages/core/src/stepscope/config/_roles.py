@@ -10,9 +10,18 @@ from typing import ClassVar, Literal, SupportsIndex, TypeAlias
 
 import msgspec
 
-from stepscope.config._fields import AtLeastOne, Count, Mistakes, Parser, Section, dotted, items_of, take
+from stepscope.config._fields import (
+    AtLeastOne,
+    Count,
+    Mistakes,
+    Parser,
+    Section,
+    closest,
+    dotted,
+    items_of,
+    take,
+)
 from stepscope.config._steps import check_range, parse_range
-from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
 Ranks: TypeAlias = Literal["all", "first"] | tuple[int, ...]

@@ -8,9 +8,18 @@ from typing import get_args, get_origin
 
 import msgspec
 
-from stepscope.config._fields import Mistakes, Section, build, convert, kinds, section_of, take
+from stepscope.config._fields import (
+    Mistakes,
+    Section,
+    build,
+    closest,
+    convert,
+    in_words,
+    kinds,
+    section_of,
+    take,
+)
 from stepscope.config._roles import hides
-from stepscope.config._words import closest, in_words
 from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from stepscope.config._words import closest
+from stepscope.config._fields import closest
 from stepscope.errors import ConfigError
 from stepscope.files import switch
 from stepscope.files.manifest.records import (

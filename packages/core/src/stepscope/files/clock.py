@@ -1,7 +1,11 @@
-"""Clock anchors and offsets on disk, and the estimate of an offset. All values are integer nanoseconds."""
+"""Clock anchors and offsets on disk, the reading of an anchor, and the estimate of an offset.
+
+All values are integer nanoseconds.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -93,3 +97,21 @@ def estimate_offset(exchanges: Iterable[Exchange]) -> Estimate | None:
         return None
     best = min(usable, key=lambda exchange: exchange.within_ns)
     return Estimate(best.offset_ns, best.within_ns, (best.sent_ns + best.received_ns) // 2)
+
+
+_HAS_RAW = hasattr(time, "CLOCK_MONOTONIC_RAW")
+
+
+def read_anchor(tries: int = 5) -> ClockAnchor:
+    """Read all clocks at one moment. Return the tightest of `tries` readings: a preempted one is wide."""
+    return min((_read_once() for _ in range(tries)), key=lambda anchor: anchor.uncertainty_ns)
+
+
+def _read_once() -> ClockAnchor:
+    before = time.monotonic_ns()
+    wall = time.time_ns()
+    raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) if _HAS_RAW else None
+    after = time.monotonic_ns()
+    return ClockAnchor(
+        wall_ns=wall, mono_ns=(before + after) // 2, raw_ns=raw, uncertainty_ns=(after - before + 1) // 2
+    )

@@ -26,7 +26,7 @@ import wrapt
 
 from stepscope._recording import output
 from stepscope._recording.capture import configure
-from stepscope._recording.process import failures, ray_connection, run
+from stepscope._recording.process import failures, identity, run
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.api import span
 from stepscope._recording.spans.scopes import current
@@ -73,7 +73,7 @@ def published() -> ProfileConfig | None:
 
 def _key() -> bytes | None:
     """Return the key of this job; None if this process is not connected to Ray."""
-    ray = ray_connection.connected()
+    ray = identity.connected()
     if ray is None:
         return None
     return f"configuration of {ray.get_runtime_context().get_job_id()}".encode()

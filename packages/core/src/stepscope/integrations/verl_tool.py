@@ -19,7 +19,7 @@ from stepscope._recording.after.hooks import advance
 from stepscope._recording.capture import configure
 from stepscope._recording.capture.capture import Capture, capture
 from stepscope._recording.process import failures
-from stepscope._recording.spans import decorator, slot
+from stepscope._recording.spans import api, slot
 from stepscope.config import ProfileConfig, resolve
 from stepscope.errors import ours
 from stepscope.integrations import verl
@@ -162,7 +162,7 @@ class WorkerProfiler:
     def _annotate(self, method: Method, stage: str) -> Method:
         if method not in self._timed:  # verl decorates at each call
             try:
-                timed = decorator.timed(method, role=self._role, stage=stage, attrs=None)
+                timed = api.timed(method, role=self._role, stage=stage, attrs=None)
                 self._timed[method] = cast(Method, timed)
             except TypeError as error:  # verl annotates whatever can be called
                 failures.note(f"timing {stage}", error)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope._recording.capture import configure as run
-from stepscope._recording.process import clock
 from stepscope._recording.spans import log, span
 from stepscope.config import ProfileConfig, Settings
 from stepscope.errors import RecordError
+from stepscope.files import clock
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest

@@ -1,9 +1,16 @@
-"""Search for the captured steps that a path on the command line names."""
+"""Search for the captured steps that a path on the command line names, and the processes that read them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
 
 from stepscope.config import parse_steps
 from stepscope.errors import RecordError
@@ -15,8 +22,12 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import numbers
 from stepscope_report.sections.health import say_others
+from stepscope_report.timeline.processes import workers
 from stepscope_report.timeline.sources import read_sources
 from stepscope_report.timeline.step.plain import has_traces, no_trace
+
+if TYPE_CHECKING:
+    from stepscope_report.cli.ray_nodes import RayNodes
 
 STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
 """Help of the option `--step` of every command."""
@@ -177,3 +188,53 @@ def _some(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more if every else "nothing"
+
+
+RayAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Also read traces that only other nodes of a Ray cluster have. `auto`: the cluster of this "
+        "machine.",
+    ),
+]
+
+
+@contextmanager
+def readers(
+    jobs: int | None, ray: str | None, steps: list[StepLayout], size: Callable[[], int]
+) -> Iterator[tuple[Executor | None, int]]:
+    """Yield the executor that reads the traces of these steps (None for this process), and their size in
+    bytes.
+
+    Args:
+        jobs: Processes, of each node with `ray`. None means one for each idle core.
+        ray: Address of a cluster. None means processes of this machine.
+        size: Returns the number of bytes that this machine has.
+    """
+    if ray is None:
+        total = size()
+        with workers(jobs, total) as executor:
+            yield executor, total
+        return
+    with cluster(ray, jobs, steps) as nodes:
+        yield nodes, size() + sum(nodes.elsewhere.values())
+
+
+def absolute(path: Path, ray: str | None) -> Path:
+    """Return a path that nodes of the cluster understand too."""
+    return path if ray is None else Path(os.path.abspath(path))
+
+
+@contextmanager
+def cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[RayNodes]:
+    """Yield the nodes of a Ray cluster, which know where the files of these steps are."""
+    if find_spec("ray") is None:
+        raise CommandError("--ray needs Ray: pip install ray, of the version of the cluster")
+    from stepscope_report.cli.ray_nodes import connected  # Ray takes a second to import
+
+    with connected(address, jobs) as nodes:
+        for step in steps:
+            nodes.add_step(step)
+        yield nodes

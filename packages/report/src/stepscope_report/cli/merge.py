@@ -17,9 +17,8 @@ from stepscope.config import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
-from stepscope_report.cli.find import find_run, find_steps, is_step, of_one_run
+from stepscope_report.cli.find import RayAddress, absolute, cluster, find_run, find_steps, is_step, of_one_run
 from stepscope_report.cli.plain import expect_traces, is_plain
-from stepscope_report.cli.readers import RayAddress, absolute, cluster
 from stepscope_report.formatting import count, size
 from stepscope_report.report import step_report
 from stepscope_report.sections.health import NOT_COMPLETE

@@ -20,10 +20,17 @@ from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_markdown, brief_text, run_brief
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit, takes
-from stepscope_report.cli.find import STEPS_HELP, find_of_run, find_run, is_step
+from stepscope_report.cli.find import (
+    STEPS_HELP,
+    RayAddress,
+    absolute,
+    find_of_run,
+    find_run,
+    is_step,
+    readers,
+)
 from stepscope_report.cli.plain import is_plain, report_plain
-from stepscope_report.cli.readers import RayAddress, absolute, readers
-from stepscope_report.demo.sample import unpack_sample
+from stepscope_report.demo import unpack_sample
 from stepscope_report.formatting import plain
 from stepscope_report.groups import ALWAYS, Grouping, attributes_of, group_spans, group_table
 from stepscope_report.html.run_page import RunStep, render_run

@@ -13,7 +13,7 @@ from stepscope_report.section import Section
 from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
 from stepscope_report.sections.health import is_truncated
 from stepscope_report.timeline import Timeline
-from stepscope_report.timeline.completeness import is_running
+from stepscope_report.timeline.model import is_running
 
 ENOUGH = 5
 """Least number of uncaptured steps that a step is compared with. With fewer, the report says that they are

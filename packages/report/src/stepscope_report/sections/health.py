@@ -36,7 +36,7 @@ from stepscope_report.html.page import ROWS, Html, draw, section, table, tag
 from stepscope_report.section import Section, StepFile
 from stepscope_report.table import grouped
 from stepscope_report.timeline import FileProblem, ProcessClock, Span, Timeline
-from stepscope_report.timeline.completeness import doubts
+from stepscope_report.timeline.model import doubts
 from stepscope_report.why import say_held
 
 if TYPE_CHECKING:

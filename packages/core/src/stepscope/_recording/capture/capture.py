@@ -16,10 +16,9 @@ from stepscope._recording.capture.on_demand import wanted
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.instrument import no_step
 from stepscope._recording.process import run, shutdown
-from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.process.failures import describe
-from stepscope._recording.process.identity import identify
-from stepscope._recording.recorder import baseline
+from stepscope._recording.process.identity import identify, in_event_loop
+from stepscope._recording.recorder import steps
 from stepscope._recording.session import activation, oom
 from stepscope._recording.spans.scopes import Mark
 from stepscope.config import ProfileConfig
@@ -116,7 +115,7 @@ class Capture:
         )
         self._mark: Mark | None = None
         """The scope in which the capture was opened, while it is open; else None."""
-        self._began: baseline.Began | None = None
+        self._began: steps.Began | None = None
         """Start of a step that is not selected, between its opening and its closing; else None."""
         self._end_kept: Callable[[object], None] | None = None
         """Function that ends an unselected step in the flight recorder; None if the recorder is off."""
@@ -250,7 +249,7 @@ class Capture:
         """Begin a step that no capture records. Its duration is kept, and the flight recorder may keep its
         spans.
         """
-        self._began = baseline.begin()
+        self._began = steps.begin()
         if self._began is not None and self.config.record != "off":
             self._end_kept = _kept_steps().begin(self._asked)
 
@@ -259,7 +258,7 @@ class Capture:
         began, self._began = self._began, None
         end_kept, self._end_kept = self._end_kept, None
         if began is not None and error is None:
-            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._asked.role)
+            steps.end(began, step=self.step, save_path=self.config.save_path, role=self._asked.role)
         if end_kept is not None:
             end_kept(error)
 

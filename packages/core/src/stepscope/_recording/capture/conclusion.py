@@ -20,7 +20,7 @@ from stepscope._recording.capture import omissions, on_demand, result
 from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.process import failures, identity
-from stepscope._recording.recorder import baseline, standing
+from stepscope._recording.recorder import standing, steps
 from stepscope._recording.session import activation
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
@@ -162,7 +162,7 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
         tell_asker(asked, result.shortfall(manifest, no_profiler))
     clean_up(session)
-    baseline.captured(session)
+    steps.captured(session)
     recorder, part = standing.standing(), session.manifest_part.record
     if recorder is not None and part.closed is not None:
         recorder.captured(session.step, part.opened, part.closed, part.error, session.log.top_ns)

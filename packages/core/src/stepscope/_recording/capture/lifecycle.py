@@ -29,8 +29,8 @@ from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.instrument import no_step
 from stepscope._recording.process import failures, private_loop
-from stepscope._recording.process.event_loop import running_loop
 from stepscope._recording.process.failures import describe
+from stepscope._recording.process.identity import running_loop
 from stepscope._recording.session import activation
 from stepscope._recording.session.activation import Claim, Taker
 from stepscope._recording.session.session import Session

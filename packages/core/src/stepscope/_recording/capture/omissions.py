@@ -13,8 +13,8 @@ from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
 from stepscope.config import ProfileConfig, RoleConfig
+from stepscope.config._fields import closest
 from stepscope.config._profile import DEFAULT_ROLES
-from stepscope.config._words import closest
 from stepscope.errors import ours
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
 

@@ -17,7 +17,7 @@ from stepscope._recording.capture.asked import check_asked
 from stepscope._recording.fanout.messages import PrepareRequest
 from stepscope._recording.fanout.worker_side import prepare_worker
 from stepscope._recording.process import failures, run, shutdown
-from stepscope._recording.process.event_loop import in_event_loop
+from stepscope._recording.process.identity import in_event_loop
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError, ours
 from stepscope.files import switch

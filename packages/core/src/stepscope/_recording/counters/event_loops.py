@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from stepscope._recording.process.event_loop import running_loop
+from stepscope._recording.process.identity import running_loop
 from stepscope._recording.spans import tasks
 from stepscope._recording.spans.maker import SpanMaker, SpanObserver
 from stepscope._recording.spans.scopes import Placing, inherited

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from zlib import crc32
 
-from stepscope._recording.process import ray_connection
+from stepscope._recording.process import identity
 from stepscope._recording.process.identity import initialised
 from stepscope._recording.spans.span import threads
 from stepscope.backends.counters import CounterSource
@@ -421,7 +421,7 @@ class ObjectStore(CounterSource):
     interval_s = 2.0  # two calls to the cluster's head
 
     def sample(self) -> Mapping[str, float]:
-        ray = ray_connection.connected()
+        ray = identity.connected()
         if ray is None:
             return {}
         whole = ray.cluster_resources().get(_STORE)

@@ -19,7 +19,7 @@ from stepscope._recording.fanout.ray_fleet import load_fleet
 from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures, identity
 from stepscope._recording.session.session import Session
-from stepscope.config._words import closest
+from stepscope.config._fields import closest
 from stepscope.engines import installed, load_engine, recognise
 from stepscope.engines.protocol import INSTALL_AN_ADAPTER, EngineProfiler
 from stepscope.errors import ConfigError, EngineError, ours

@@ -19,10 +19,10 @@ from stepscope._recording.instrument.fitting import fitted
 from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
-from stepscope._recording.spans import decorator, layers, wrapping
+from stepscope._recording.spans import api, layers, wrapping
 from stepscope._recording.spans.compiled import uncompiled
 from stepscope._recording.spans.wrapping import Attrs
-from stepscope.config._words import closest
+from stepscope.config._fields import closest
 from stepscope.errors import ConfigError, ours
 from stepscope.files import switch
 
@@ -150,7 +150,7 @@ class Instrument:
         if isinstance(original, (classmethod, staticmethod)):
             inner = cast(FunctionType, self._replacement(original.__func__))
             return type(original)(inner)
-        made = layers.placed(decorator.function(original), self._recorded)
+        made = layers.placed(api.function(original), self._recorded)
         wrapping.mark_replacement(made)
         return made
 
@@ -221,7 +221,7 @@ def instrument(
     A wrong name in a module that is imported later is logged then; the import succeeds. With
     STEPSCOPE_DISABLE=1 nothing is ever replaced.
     """
-    decorator.check(role, stage, attrs)
+    api.check(role, stage, attrs)
     return place(Instrument(module, name, [Timing(role, stage, attrs, Condition({}, {}))]))
 
 

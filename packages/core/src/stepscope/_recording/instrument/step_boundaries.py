@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, cast
 from stepscope._recording.instrument import framework_settings, uncovered
 from stepscope._recording.instrument.call_arguments import Arguments, Condition
 from stepscope._recording.process import failures, fork
-from stepscope._recording.process.event_loop import in_event_loop
+from stepscope._recording.process.identity import in_event_loop
 from stepscope._recording.spans import results, wrapping
 from stepscope._recording.spans.compiled import uncompiled
 from stepscope.config import InstrumentConfig

@@ -1,6 +1,7 @@
-"""Identity of this process: its role, rank, host, devices, and versions of its packages.
+"""Identity of this process: its role, rank, host, devices, versions of its packages, event loop, and
+connection to Ray.
 
-A rank that nothing states is None. Nothing here imports torch or initialises a device.
+A rank that nothing states is None. Nothing here imports torch or asyncio, or initialises a device.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stepscope._recording.process import failures
+from stepscope._recording.process import failures, fork
 from stepscope.config import ThroughputConfig
 from stepscope.engines.protocol import distributions
 from stepscope.errors import ours
 from stepscope.files.manifest.records import Hardware
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import bounded
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 
 def identify(
@@ -171,3 +175,54 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+_of_the_parent: object = None
+"""Ray's worker object that this process inherited by a fork. One writer: `_forget`."""
+
+
+def connected() -> Any:
+    """Return the module `ray` if this process can query its cluster, else None.
+
+    A forked child cannot: a query on the connection that it shares with its parent hangs, and so do the
+    parent's own queries from then on.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    is_shared = _of_the_parent is not None and _worker(ray) is _of_the_parent
+    return None if is_shared else ray
+
+
+def waits_for_tasks() -> bool:
+    """Return whether this process is a worker of Ray whose main thread, which calls this, runs no task."""
+    ray = connected()
+    if ray is None:
+        return False
+    context = ray.get_runtime_context()
+    return context.worker.mode == ray.WORKER_MODE and context.get_task_id() is None
+
+
+def _worker(ray: Any) -> object:
+    return getattr(ray.get_runtime_context().worker, "core_worker", None)
+
+
+def _forget() -> None:
+    global _of_the_parent
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        _of_the_parent = _worker(ray)
+
+
+fork.forgets("connection to Ray", _forget)
+
+
+def in_event_loop() -> bool:
+    """Return whether tasks may interleave on this thread."""
+    return running_loop() is not None
+
+
+def running_loop() -> AbstractEventLoop | None:
+    """Return the event loop that runs on this thread, or None."""
+    asyncio = sys.modules.get("asyncio")
+    return None if asyncio is None else asyncio._get_running_loop()

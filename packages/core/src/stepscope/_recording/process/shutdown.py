@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
-from stepscope._recording.process import failures, ray_connection
+from stepscope._recording.process import failures, identity
 from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
@@ -72,9 +72,7 @@ def _at_exit() -> None:
 def on_sigterm(number: int, frame: FrameType | None) -> None:
     if postponed(partial(on_sigterm, number, frame)):
         return
-    if (
-        ray_connection.waits_for_tasks() and not is_in_call()
-    ):  # Ray ends its workers so, when a program is over
+    if identity.waits_for_tasks() and not is_in_call():  # Ray ends its workers so, when a program is over
         ending = Ending("exit", "Ray ended the process, which ran no call")
     else:
         ending = Ending("signal", "the process was terminated (SIGTERM)")

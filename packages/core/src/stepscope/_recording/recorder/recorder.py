@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import clock, failures, identity, ray_connection, run
+from stepscope._recording.process import failures, identity, run
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope._recording.recorder import nccl_ras, steps
 from stepscope._recording.recorder.engine_queues import EngineQueues
@@ -35,6 +35,7 @@ from stepscope._recording.spans import collective_calls, slot
 from stepscope._recording.spans.span import Span, mark, mark_consumed
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
+from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import part_files
@@ -62,7 +63,7 @@ def known_here(workers: bool) -> bool:
     """Return whether this process may ask Ray for the calls of all actors: a driver, or an actor that has
     workers.
     """
-    ray = ray_connection.connected()
+    ray = identity.connected()
     if ray is None:
         return False
     return workers or getattr(ray.get_runtime_context().worker, "mode", None) == ray.SCRIPT_MODE

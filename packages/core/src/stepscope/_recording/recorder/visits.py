@@ -16,7 +16,7 @@ from socket import gethostname
 
 import msgspec
 
-from stepscope._recording.process import clock, fork, identity
+from stepscope._recording.process import fork, identity
 from stepscope._recording.recorder import standing
 from stepscope._recording.recorder.recorder import Recorder
 from stepscope._recording.recorder.write import Window
@@ -25,6 +25,7 @@ from stepscope._recording.spans.carrier import Attached
 from stepscope._recording.spans.scopes import Scope
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
+from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.recorder import VISIT, Order

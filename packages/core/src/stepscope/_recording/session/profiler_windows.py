@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from stepscope._recording import output
 from stepscope._recording.output import ManifestPart
-from stepscope._recording.process import clock, failures
-from stepscope._recording.process.event_loop import in_event_loop
+from stepscope._recording.process import failures
+from stepscope._recording.process.identity import in_event_loop
 from stepscope._recording.session import selection
 from stepscope._recording.spans import scopes
 from stepscope._recording.spans.maker import SpanMaker
@@ -24,6 +24,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ours
+from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import Expectation, awaited

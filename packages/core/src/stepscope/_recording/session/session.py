@@ -24,7 +24,7 @@ from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.log import CounterLog
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.output import ManifestPart
-from stepscope._recording.process import clock, failures, run, shutdown
+from stepscope._recording.process import failures, run, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
 from stepscope._recording.session import budget, selection
@@ -38,6 +38,7 @@ from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours
+from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import (

@@ -1,11 +1,22 @@
-"""Spans that a user opens: `span`, `trajectory` and `turn`."""
+"""Spans that a user opens: `span`, `trajectory` and `turn`, and the decorator `profile_step`.
+
+A decorated function is timed while a capture or the flight recorder records; otherwise a call only reads one
+slot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import TypeVar, cast, overload
 
-from stepscope._recording.spans import slot
+from stepscope._recording.spans import layers, slot, wrapping
 from stepscope._recording.spans.scopes import OFF, Scope, UncapturedTrajectory, UncapturedTurn
+from stepscope._recording.spans.wrapping import Attrs
+from stepscope.errors import ConfigError
+from stepscope.files import switch
 from stepscope.files.values import AttrValue, attr_values, whole
 
 
@@ -94,3 +105,105 @@ def span(
         step=None if step is None else whole(step),
         policy_version=None if policy_version is None else whole(policy_version),
     )
+
+
+F = TypeVar("F")  # no bound: to the type checker, what @ray.method returns is no Callable
+
+
+# A text is a role, because the first overload that fits counts.
+@overload
+def profile_step(
+    role: str | None = None, *, stage: str | None = None, attrs: Attrs | None = None
+) -> Callable[[F], F]: ...
+@overload
+def profile_step(role: F, *, stage: str | None = None, attrs: Attrs | None = None) -> F: ...
+def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs | None = None) -> object:
+    """Decorate a function: each of its calls becomes a span of the running step.
+
+    `@profile_step("actor")`, `@profile_step(role="actor", stage="update")`, or `@profile_step` alone.
+
+    The result is a plain function of the same kind (sync, `async def`, generator, async generator) with the
+    same signature and metadata. It works on methods, and above or below @classmethod and @staticmethod. Put
+    it below decorators whose result is no plain function (@ray.remote, @property). A generator is timed per
+    resumption. A plain function that returns a coroutine, a generator or an asyncio future is timed until
+    that result ends. Other awaitables are not followed. If a decorator inspects its caller's frame, or hides
+    an `async def`, the function below that decorator is timed. A function that torch.compile makes part of a
+    graph has no span there: put @profile_step above @torch.compile.
+
+    Args:
+        role: Role that does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing
+            span, else that of the process: its name in the capture's `workers`, or `worker`.
+        stage: The work that is timed; the function's name by default.
+        attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns one or
+            None. It is called only during a capture (for a generator, at each resumption). Its exceptions are
+            logged and do not reach the caller.
+
+    Raises:
+        ConfigError: `role`, `stage` or `attrs` has another type.
+        TypeError: The argument is not a Python function, or inspects the frame of its caller. The message
+            names the fix.
+
+    With STEPSCOPE_DISABLE=1 every function is returned unchanged.
+    """
+    is_bare = callable(role) or isinstance(role, (classmethod, staticmethod, property))
+    if switch.DISABLED:
+        return role if is_bare else lambda fn: fn
+    named = None if is_bare else role
+    check(named, stage, attrs, needs_role=False)
+    if attrs is not None and not callable(attrs):
+        attrs = dict(attrs)
+    decorate = partial(timed, role=cast("str | None", named), stage=stage, attrs=attrs)
+    return decorate(role) if is_bare else decorate
+
+
+def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs | None) -> object:
+    """Return the replacement of `target`: a function, or a classmethod or staticmethod for one of those.
+
+    Raises:
+        TypeError: `target` is something else, or inspects the frame of its caller.
+    """
+    if isinstance(target, (classmethod, staticmethod)):
+        inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)
+        return type(target)(cast(FunctionType, inner))
+    return layers.placed(function(target), partial(wrapping.wrap, role=role, stage=stage, attrs=attrs))
+
+
+def function(target: object) -> FunctionType:
+    """Return `target` if it is a Python function. Raise `TypeError` with the fix if not."""
+    if not inspect.isfunction(target) or target.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
+        raise TypeError(_refusal(target))
+    return target
+
+
+def check(role: object, stage: object, attrs: object, *, needs_role: bool = True) -> None:
+    """Raise `ConfigError` for wrong arguments of `profile_step`, or of `instrument`, which needs a role."""
+    if not _is_text(role) and (needs_role or role is not None):
+        fix = 'say who does the work: role="actor"'
+        raise ConfigError("profile_step(role)", role, "text that is not empty", fix)
+    if stage is not None and not _is_text(stage):
+        fix = "leave it out to take the function's name"
+        raise ConfigError("profile_step(stage)", stage, "text that is not empty, or None", fix)
+    if attrs is not None and not callable(attrs) and not isinstance(attrs, Mapping):
+        allowed = "a mapping, or a function of the call's arguments that returns one"
+        fix = 'attrs={"size": 7} or attrs=lambda self, batch: {"size": len(batch)}'
+        raise ConfigError("profile_step(attrs)", attrs, allowed, fix)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _refusal(target: object) -> str:
+    if isinstance(target, type):
+        fix = f"decorate the methods of {target.__name__} that are to be timed"
+    elif isinstance(target, partial):
+        fix = "decorate the function inside: functools.partial(profile_step(role=...)(fn), ...)"
+    elif isinstance(target, property):
+        fix = "put @property above @profile_step"
+    elif inspect.isfunction(target):
+        fix = "write the coroutine as `async def` instead of with types.coroutine"
+    elif inspect.ismethod(target):
+        fix = f"decorate the function in the class: {target.__func__.__qualname__}"
+    else:
+        fix = "put @profile_step below what made it, directly on the `def`, or on a `def` that calls it"
+    return f"profile_step times Python functions, not {target!r} (a {type(target).__name__}). Fix: {fix}"

@@ -17,12 +17,13 @@ from pathlib import Path
 from time import monotonic_ns, thread_time_ns
 from typing import TYPE_CHECKING
 
-from stepscope._recording.process import clock, failures
+from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope._recording.spans import lines, scopes
 from stepscope._recording.spans.maker import SpanMaker, not_kept
 from stepscope._recording.spans.span import Span
 from stepscope.errors import ours
+from stepscope.files import clock
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo

@@ -33,8 +33,7 @@ from stepscope.backends.threaded.window_thread import (
 )
 from stepscope.backends.torch import foreign_sessions, record_function_scopes
 from stepscope.backends.torch import window as torch_window
-from stepscope.backends.torch.options import Options, resolve
-from stepscope.backends.torch.window import Recorded, TorchWindow
+from stepscope.backends.torch.window import Options, Recorded, TorchWindow, resolve
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours
 

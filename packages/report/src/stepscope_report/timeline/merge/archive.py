@@ -17,7 +17,6 @@ import msgspec
 
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import temporary
-from stepscope_report.timeline.completeness import why_incomplete
 from stepscope_report.timeline.merge.mapping import Place
 from stepscope_report.timeline.merge.merge import (
     EVERYTHING,
@@ -30,7 +29,7 @@ from stepscope_report.timeline.merge.merge import (
 )
 from stepscope_report.timeline.merge.records import Selection
 from stepscope_report.timeline.merge.write import RowTrace, RowTraces, full_disk_names, timeline_file
-from stepscope_report.timeline.model import FileProblem, Timeline
+from stepscope_report.timeline.model import FileProblem, Timeline, why_incomplete
 from stepscope_report.timeline.readers.blocks import keep_memory
 from stepscope_report.timeline.step.load import load_step
 from stepscope_report.timeline.step.plain import read_plain

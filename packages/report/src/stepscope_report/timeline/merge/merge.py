@@ -13,7 +13,6 @@ import msgspec
 
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
-from stepscope_report.timeline.completeness import why_incomplete
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks
 from stepscope_report.timeline.merge.reader_events import Drawing
 from stepscope_report.timeline.merge.records import Merged, MergedFile, Selection, duplicate_ranks, merged_row
@@ -31,7 +30,7 @@ from stepscope_report.timeline.merge.write import (
     write_row,
     write_texts,
 )
-from stepscope_report.timeline.model import FileProblem, Timeline
+from stepscope_report.timeline.model import FileProblem, Timeline, why_incomplete
 from stepscope_report.timeline.readers.blocks import keep_memory
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
 from stepscope_report.timeline.step.load import load_step, span_bytes

@@ -40,8 +40,7 @@ from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
 from stepscope_report.timeline.step.rows import names_of
-from stepscope_report.timeline.step.trace_files import NO_HOST, StepFiles, TraceFile
-from stepscope_report.timeline.step.trace_names import dimensions, named
+from stepscope_report.timeline.step.trace_files import NO_HOST, StepFiles, TraceFile, dimensions, named
 
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
 """Suffixes of profilers' files that are listed as unread unless a reader claims them."""
