@@ -13,6 +13,6 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    from stepscope_report.cli import app  # import time: most modules of `cli` are used without the command
+    from stepscope_report.cli import app  # here: most modules of `cli` are used without the command
 
     return app.run(arguments)

@@ -1,4 +1,4 @@
-"""`stepscope analyse`: makes raw recordings readable, on a machine that has their profiler's own tools."""
+"""`stepscope analyse`: makes raw recordings readable on a machine that has the profiler's own tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def analyse(
         float, typer.Option(metavar="S", help="Longest time for one recording, in seconds.", min=1)
     ] = 3600,
 ) -> None:
-    """Make raw recordings (of NPUs) readable, on a machine that has their profiler's tools."""
+    """Make raw recordings (of NPUs) readable, on a machine that has the profiler's own tools."""
     installed = [analysers.load(point) for point in analysers.installed()]
     if not installed:
         raise CommandError("no installed package analyses recordings: pip install 'stepscope[npu]'")

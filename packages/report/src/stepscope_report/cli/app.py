@@ -1,4 +1,4 @@
-"""The `stepscope` command: its subcommands, and how every one of them ends."""
+"""The `stepscope` command: its subcommands, and the handling of errors that end them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ app.command(cls=Command)(mcp)
 app.command(cls=Command)(doctor)
 
 BROKEN_PIPE = 141
-"""Exit code if the reader of the output ended first (`| head`): the same as of a shell command that SIGPIPE
-ends."""
+"""Exit code if the reader of the output ended first, as in `| head`. Shells report the same code for a
+command that SIGPIPE ends."""
 _RESOLVE = frozenset(("run", "validate"))
-"""Commands to which an unknown variable is an error: they resolve the configuration."""
+"""Commands that resolve the configuration. An unknown `STEPSCOPE_*` variable is an error to them."""
 _with_traceback = False
-"""True if errors end the command with a traceback. One writer: `options`."""
+"""True if an error ends the command with a traceback. Only `options` writes this flag."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -90,19 +90,19 @@ def options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code. If the reader of its output ends (`| head`), the command ends
-    too.
+    """Run the command and return its exit code. If the reader of the output ends first, as in `| head`, the
+    command ends too.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may hold what the encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
     began = time.monotonic()
     with screen.one_command():
         try:
             code = _run(arguments)
             sys.stdout.flush()
         except BrokenPipeError:
-            # Python flushes stdout once more at exit, and would complain then.
+            # Python flushes stdout once more at exit, which would print an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
         screen.log.debug("exit code %d after %.2f s", code, time.monotonic() - began)
@@ -124,7 +124,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Print what is wrong and return the exit code for it."""
+    """Print an error, and return the exit code for its kind."""
     if isinstance(error, CommandError):
         screen.warn(f"error: {error}")
         return error.code

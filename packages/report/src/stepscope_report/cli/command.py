@@ -1,4 +1,6 @@
-"""Commands and groups of commands: the options that all have (`-h`, `-q`, `-v`), exit codes, and errors."""
+"""Commands and groups of commands: the options that all commands share (`-h`, `-q`, `-v`), exit codes, and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from stepscope_report.cli import screen
 
 
 class Exit(IntEnum):
-    """Exit codes, the same for every command."""
+    """Exit codes, with the same meaning for every command."""
 
     OK = 0
     ERROR = 1
@@ -28,13 +30,14 @@ class Exit(IntEnum):
     INCOMPLETE = 3
     """The command worked, but a part of the data is missing, broken or was left out."""
     UNCAPTURED = 4
-    """`run --require-capture`: the program succeeded, and no step of it was captured."""
+    """`run --require-capture`: the program succeeded, but no step was captured."""
     UNDECIDED = 5
-    """`diff --require-verdict`: nothing failed, and the steps are too few or too uneven to tell."""
+    """`diff --require-verdict`: no limit was exceeded, but the steps are too few or too uneven for a
+    verdict."""
 
 
 class CommandError(Exception):
-    """Ends the command with a message on stderr. No traceback: the message says all."""
+    """An error that ends the command with a message on stderr and without a traceback."""
 
     def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
         super().__init__(message)
@@ -44,7 +47,7 @@ class CommandError(Exception):
 T = TypeVar("T")
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
-"""Settings of the whole command line; commands inherit them."""
+"""Settings of the whole command line. Commands inherit them."""
 
 
 def _be_quiet(wanted: bool) -> None:
@@ -82,7 +85,7 @@ _SHARED = [option for option in typer.main.get_command(_options).params if optio
 
 
 class Command(TyperCommand):
-    """A command that can be quiet, or verbose."""
+    """A command with the options `--quiet` and `--verbose`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -90,7 +93,9 @@ class Command(TyperCommand):
 
 
 class GroupWithDefault(TyperGroup):
-    """A group that runs its first command if none is named: `trigger RUN` is `trigger ask RUN`."""
+    """A group of commands that runs its first one if the command line names none: `trigger RUN` is `trigger
+    ask RUN`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
@@ -102,10 +107,10 @@ class GroupWithDefault(TyperGroup):
 
 
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Return a decorator of a command that gets its words as one value.
+    """Return a decorator for a command that takes all its parameters as one value.
 
     Args:
-        options: A dataclass. Each field is a parameter of the command line, annotated as typer wants it.
+        options: A dataclass. Each field becomes a parameter of the command line, annotated as for typer.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = [
@@ -119,7 +124,7 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
             run(options(**words))
 
         command.__annotations__ = hints
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where `inspect` looks
+        command.__signature__ = Signature(parameters)  # read by `inspect`
         return command
 
     return decorate

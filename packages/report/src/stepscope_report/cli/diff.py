@@ -1,4 +1,4 @@
-"""`stepscope diff`: what changed between two steps, or two runs, and whether that is within limits."""
+"""`stepscope diff`: changes between two steps or two runs, and whether they are within limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gate_markdown(gate: Gate) -> str:
 
 
 def gate_junit(gate: Gate) -> bytes:
-    """Return JUnit XML: a test case for each limit."""
+    """Return the verdicts as JUnit XML, with a test case for each limit."""
     attributes = {
         "name": "stepscope diff",
         "tests": str(len(gate.checks)),
@@ -82,7 +82,9 @@ def gate_junit(gate: Gate) -> bytes:
 
 
 def say_check(check: Check) -> str:
-    """Return `rollout/generate: 1.00 s > 1.08 s, +8.0 % (+5.1 to +11.0), limit +5.0 %: fails`."""
+    """Return the check as text: `rollout/generate: 1.00 s > 1.08 s, +8.0 % (+5.1 to +11.0), limit +5.0 %:
+    fails`.
+    """
     stage, a, b, change, interval, limit, _, verdict = _row(check)
     certainty = interval if check.interval else "no interval"
     return f"{stage}: {a} → {b}, {change} ({certainty}), limit {limit}: {verdict}"
@@ -113,8 +115,8 @@ def _verdict(check: Check) -> str:
 
 def _note(gate: Gate) -> str:
     note = (
-        "interval: 95 % for all lines together; with zero in it, nothing is called a change.\n"
-        "steps: of A and B; those of runs without a profiler, if there are enough."
+        "interval: 95 % for all lines together. If it contains zero, there may be no change.\n"
+        "steps: number of steps of A and of B: without a profiler, unless too few."
     )
     missing = any(check.interval is None for check in gate.checks)
     if missing:
@@ -125,8 +127,8 @@ def _note(gate: Gate) -> str:
 
 
 def _more_steps(undecided: Sequence[Check]) -> str:
-    """Return the fastest way to the steps that a verdict needs."""
-    text = "cannot tell: both no change and one beyond the limit are within the interval. "
+    """Return advice on how to get as many steps as a verdict needs."""
+    text = "cannot tell: the interval contains no change as well as a change beyond the limit. "
     if any(check.source == "captured" for check in undecided):
         return (
             text
@@ -141,16 +143,16 @@ def _percent(part: float) -> str:
 
 
 class Side(msgspec.Struct, frozen=True):
-    """Steps that one argument names."""
+    """The steps that one argument of the command names."""
 
     option: str
     path: Path
     run: str | None
     steps: tuple[StepRange, ...] | None
     reports: Reports | None = None
-    """The reports of the steps; None if no step is captured and only the flight recorder wrote lines."""
+    """Reports of the steps. None if no step was captured and only the flight recorder wrote lines."""
     kernels: tuple[KernelTimes, ...] | None = None
-    """The kernels' times in the steps' traces; None if the traces are not read."""
+    """Times of kernels in the steps' traces. None if the traces were not read."""
 
     def wants(self, step: int) -> bool:
         return self.steps is None or any(step in part for part in self.steps)
@@ -228,7 +230,7 @@ def diff(
 
 
 def _tell(change: Diff | None, gate: Gate | None, junit: Path | None, *, json: bool, markdown: bool) -> None:
-    """Print the change and the verdict, and write the verdict to `junit`."""
+    """Print the change and the verdict. Write the verdict to `junit` too, if that is given."""
     if json:
         document = {"format": 1} if change is None else msgspec.to_builtins(change)
         screen.show_json(document if gate is None else {**document, "gate": gate})
@@ -240,7 +242,8 @@ def _tell(change: Diff | None, gate: Gate | None, junit: Path | None, *, json: b
 
 
 def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff | None, Gate | None]:
-    """Return the change, or None if a side has no captured step, and the verdict, or None without limits.
+    """Return (change, verdict). The change is None if a side has no captured step; the verdict is None
+    without limits.
 
     Raises:
         ConfigError: as for `check_gate`.
@@ -276,14 +279,14 @@ def read_side(
     gated: bool = False,
     kernels: bool = False,
 ) -> Side:
-    """Return the steps of one side and their reports. Warn of what cannot be read.
+    """Return the steps of one side with their reports, and warn of steps that cannot be read.
 
     Args:
-        option: Name of `steps` in an error.
-        run: The run's id, where several wrote into one folder.
-        steps: The steps of a run that count, or None for all.
-        gated: Whether steps that the flight recorder wrote are enough.
-        kernels: Whether to read the traces.
+        option: Name of the option `steps`, for errors.
+        run: Id of the run, if several runs wrote into the folder. None for the last one.
+        steps: The steps to use, as ranges. None for all.
+        gated: True if steps that the flight recorder wrote are enough.
+        kernels: True to read the traces too.
 
     Raises:
         CommandError: there are no such steps, or none can be read.

@@ -22,11 +22,11 @@ LOOKS = {
     "red": ("FAILS", "bold red"),
     "absent": ("-", "dim"),
 }
-"""{state: (word that is shown even without colours, colour)}."""
+"""Word and colour of each state. The word is shown without colours too."""
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `stepscope doctor --json`."""
+    """The output of `stepscope doctor --json`."""
 
     format: int = 1
     rows: list[Row]

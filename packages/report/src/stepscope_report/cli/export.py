@@ -1,7 +1,8 @@
-"""`stepscope export` writes a report's tables as Parquet files; `publish` gives its figures to stores.
+"""`stepscope export` writes a report's tables as Parquet files. `publish` gives its figures to other stores.
 
-Columns follow the types of the rows, not the values, so that the files of any two steps have the same ones.
-Rows within a row are structs. Text holds what has no single type: attributes as JSON, values of settings.
+The columns follow from the types of the rows, not from their values, so that the files of any two steps have
+the same columns. A row within a row becomes a struct. Values without a single type become text: attributes as
+JSON, and values of settings.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from stepscope_report.writers.publish import ReportWriter, load_writers, outcome
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an export."""
+    """The outcome of an export."""
 
     rows: dict[str, int]
-    """Table -> rows in its file."""
+    """Number of rows in the file of each table."""
     left_out: dict[str, str]
-    """Table without a file -> the reason."""
+    """Reason why a table has no file, by table."""
     unreadable: dict[str, str]
-    """Step's folder -> the reason."""
+    """Reason why a step could not be read, by its folder."""
 
 
 def export(
@@ -56,11 +57,11 @@ def export(
     if not parquet:
         raise CommandError("export as what? Name the format: --parquet")
     arrow = load_pyarrow()
-    os.umask(0o077)  # the files are as private as the step's
+    os.umask(0o077)  # the files are as private as those of the step
     chosen = find_of_run(path, step, run)
     steps = (
         OpenStep(layout.root, run=chosen.run_id) for layout in chosen.steps.values()
-    )  # read one after the other
+    )  # generators: one step is read at a time
     numbered = not is_step(path)
     target = output or (RunLayout(path).tables if numbered else StepLayout(path).tables)
     with screen.waiting(f"writing tables to {target}"):
@@ -96,15 +97,15 @@ def load_pyarrow() -> Any:
 
 
 def write_tables(arrow: Any, folder: Path, steps: Iterable[OpenStep], *, numbered: bool) -> Written:
-    """Write all tables of the steps to `folder`, each file complete or not at all.
+    """Write all tables of the steps to `folder`. An interrupted write leaves no partial file.
 
     Args:
         arrow: The package `pyarrow`.
-        numbered: Whether rows begin with the number of their step.
+        numbered: True to begin each row with the number of its step.
 
     Raises:
-        RecordError: no step can be read. Earlier files are kept.
-        OSError: the folder cannot be written. Earlier files are kept.
+        RecordError: no step can be read. Files of earlier exports are kept.
+        OSError: the folder cannot be written. Files of earlier exports are kept.
     """
     schemas = {name: _schema(arrow, row, numbered=numbered) for name, row in ROWS.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def write_tables(arrow: Any, folder: Path, steps: Iterable[OpenStep], *, numbere
         for name in written.rows:
             os.replace(_file(unfinished, name), _file(folder, name))
         for name in written.left_out:
-            _file(folder, name).unlink(missing_ok=True)  # would pass for this export's
+            _file(folder, name).unlink(missing_ok=True)  # it would be taken for a file of this export
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return written
@@ -126,7 +127,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _write(arrow: Any, folder: Path, schemas: dict[str, Any], steps: Iterable[OpenStep]) -> Written:
-    """Write step by step, so that one step at a time is in memory."""
+    """Write the tables with one step at a time in memory."""
     rows, left_out, unreadable = dict.fromkeys(schemas, 0), dict[str, str](), dict[str, str]()
     readable = False
     with ExitStack() as stack:
@@ -147,7 +148,7 @@ def _write(arrow: Any, folder: Path, schemas: dict[str, Any], steps: Iterable[Op
                 content = step.table(name)
                 try:
                     files[name].write_table(_columns(arrow, schemas[name], content, number))
-                except (ValueError, TypeError, OverflowError) as error:  # a number beyond 64 bits, say
+                except (ValueError, TypeError, OverflowError) as error:  # for example a number beyond 64 bits
                     left_out[name] = f"step {number}: {error}"
                 rows[name] += len(content)
     if not readable:
@@ -165,7 +166,7 @@ def _columns(arrow: Any, schema: Any, rows: Rows, number: int) -> Any:
 
 
 def _value(value: Any, kind: Any) -> Any:
-    """Return a value of a row as its column takes it: text in place of what has no single type."""
+    """Return a value of a row in the form of its column. A value without a single type becomes text."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, dict) and kind.num_fields:
@@ -185,7 +186,7 @@ def _fields(arrow: Any, row: type[msgspec.Struct]) -> list[Any]:
 
 
 def _type(arrow: Any, kind: Any) -> Any:
-    """Return the type of a column whose values are of the type `kind`, or None."""
+    """Return Arrow's type for the Python type `kind`: text for a type without an equivalent."""
     plain = {int: arrow.int64(), float: arrow.float64(), bool: arrow.bool_()}
     if kind in plain:
         return plain[kind]
@@ -210,7 +211,7 @@ def publish(
     """Give each step's figures (stages, idle, long tail, own cost) to TensorBoard, W&B, MLflow or OTel."""
     if not to.strip(" ,"):
         raise CommandError(f"publish to what? Name it: --to {','.join(WRITERS)}, or some of these")
-    os.umask(0o077)  # files of writers in the run's folder are as private as the others there
+    os.umask(0o077)  # the files of writers are as private as the others in the run's folder
     try:
         writers = load_writers(to.split(","))
     except ConfigError as error:
@@ -225,7 +226,7 @@ def publish(
 def _publish(
     run: RunLayout, step: StepLayout, run_id: str | None, writers: Mapping[str, ReportWriter]
 ) -> bool:
-    """Publish one step, print the outcomes and return whether nothing failed."""
+    """Publish one step and print the outcomes. Return True if nothing failed."""
     name = step.root.name
     try:
         figures = publish_step(run, step, run_id, writers)

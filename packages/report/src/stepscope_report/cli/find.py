@@ -1,4 +1,4 @@
-"""Search for the captured steps that a path on the command line names, and the processes that read them."""
+"""The captured steps that a path on the command line names, and the processes that read their traces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stepscope_report.cli.ray_nodes import RayNodes
 
 STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
-"""Help of the option `--step` of every command."""
+"""Help text of the option `--step`, the same for every command."""
 _SHOWN = 10
 
 
@@ -85,11 +85,13 @@ def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
 
 
 def find_of_run(path: Path, step: int | str | None = None, run: str | None = None) -> RunSteps:
-    """Return the steps of `find_steps` that belong to one run: `run`, or the one that captured last if that
-    is None. The steps left out are named on stderr.
+    """Return the steps of `find_steps` that belong to one run, and name the other steps on stderr.
+
+    Args:
+        run: Id of the run. None for the run that captured last.
 
     Raises:
-        CommandError: as for `find_steps`, or there is none of `run`.
+        CommandError: as for `find_steps`, or the run has no such step.
         ConfigError: `step` spells no steps.
     """
     if is_step(path):
@@ -99,10 +101,13 @@ def find_of_run(path: Path, step: int | str | None = None, run: str | None = Non
 
 
 def of_one_run(path: Path, steps: Mapping[int, StepLayout], run: str | None) -> RunSteps:
-    """Return the given steps that belong to one run, chosen as in `find_of_run`.
+    """Return those of `steps` that belong to one run, and name the others on stderr.
+
+    Args:
+        run: Id of the run. None for the run that captured last.
 
     Raises:
-        CommandError: there is none of `run`.
+        CommandError: none of the steps belongs to `run`.
     """
     chosen = steps_of_run(steps, run)
     if not chosen.opened_ns and run is not None:
@@ -205,13 +210,13 @@ RayAddress: TypeAlias = Annotated[
 def readers(
     jobs: int | None, ray: str | None, steps: list[StepLayout], size: Callable[[], int]
 ) -> Iterator[tuple[Executor | None, int]]:
-    """Yield the executor that reads the traces of these steps (None for this process), and their size in
-    bytes.
+    """Yield (executor that reads the traces of these steps, their size in bytes). The executor is None if this
+    process reads them.
 
     Args:
-        jobs: Processes, of each node with `ray`. None means one for each idle core.
-        ray: Address of a cluster. None means processes of this machine.
-        size: Returns the number of bytes that this machine has.
+        jobs: Number of processes, on each node if `ray` is given. None for one per idle core.
+        ray: Address of a Ray cluster. None for processes of this machine.
+        size: Returns the size in bytes of the traces on this machine.
     """
     if ray is None:
         total = size()
@@ -223,16 +228,16 @@ def readers(
 
 
 def absolute(path: Path, ray: str | None) -> Path:
-    """Return a path that nodes of the cluster understand too."""
+    """Return a path that is valid on the nodes of the cluster too: absolute, if `ray` is given."""
     return path if ray is None else Path(os.path.abspath(path))
 
 
 @contextmanager
 def cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[RayNodes]:
-    """Yield the nodes of a Ray cluster, which know where the files of these steps are."""
+    """Yield the nodes of a Ray cluster, after they have listed the files of these steps."""
     if find_spec("ray") is None:
         raise CommandError("--ray needs Ray: pip install ray, of the version of the cluster")
-    from stepscope_report.cli.ray_nodes import connected  # Ray takes a second to import
+    from stepscope_report.cli.ray_nodes import connected  # here, because importing Ray takes a second
 
     with connected(address, jobs) as nodes:
         for step in steps:

@@ -1,4 +1,4 @@
-"""`stepscope ls`: what a run captured."""
+"""`stepscope ls`: the captured steps of a run."""
 
 from __future__ import annotations
 
@@ -29,41 +29,44 @@ from stepscope_report.timeline import Timeline, load_step
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One captured step of one run."""
+    """One captured step of one run. Times are in ns."""
 
     step: int
     run_id: str | None
-    """The id of the run; None if no process left its part."""
+    """Id of the run. None if no process recorded it."""
     complete: bool
-    """True if the step is complete as in its report, except for damage inside traces and between spans, which
-    `ls` does not read."""
+    """True if the step is complete, apart from damage inside traces and between spans, which `ls` does not
+    read."""
     state: State | None
     opened_ns: int | None
-    """Time at which its owner opened the capture, unix ns."""
+    """Unix time at which the owner opened the capture. None if the owner recorded nothing."""
     wall_ns: int | None
-    """The duration of the step; None if its owner left nothing, or never closed the capture."""
+    """Duration of the step. None if the owner recorded nothing or never closed the capture."""
     uncaptured_ns: int | None
-    """The median of the steps near it that were not captured, or None if none is known."""
+    """Median duration of uncaptured steps near this one. None if none is known."""
     between_ns: int | None
-    """The median time between two of these steps; None if no two follow each other."""
+    """Median time between two uncaptured steps. None if no two of them are consecutive."""
     processes: int
     artifacts: int
     bytes: int
-    """Size on disk, of all runs in the step's folder."""
+    """Size of the step's folder on disk, including files of other runs."""
     problems: tuple[str, ...]
-    """Things that are missing, partial, failed or unreadable, with the reason."""
+    """One line with the reason for each thing that is missing, partial, failed or unreadable."""
     cause: Cause | None = None
-    """The cause of a step that took a tenth longer than those near it, by its spans alone."""
+    """Cause of a step that took 10 % longer than the steps near it, from spans alone. None for other
+    steps."""
     error: str | None = None
-    """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
+    """The event that ended the capture early: an exception of the user's code, SIGTERM, or the end of the
+    process. None if it did not end early."""
     recorder: Recorded | None = None
-    """The event upon which the flight recorder wrote the step, or None if the step was captured."""
+    """The event for which the flight recorder wrote the step. None if the step was captured."""
     warnings: tuple[str, ...] = ()
-    """A line for each thing that was probably meant to take part and did not."""
+    """One line for each thing that the user probably wanted recorded but that took no part."""
     notes: tuple[str, ...] = ()
-    """Facts about recordings that are no trouble, such as fewer engine iterations than asked for."""
+    """One line for each remarkable fact that is no problem, such as fewer engine iterations than
+    requested."""
     pending: tuple[str, ...] = ()
-    """A line for each thing that is promised and not there yet."""
+    """One line for each expected file that has not arrived yet."""
 
 
 def ls(
@@ -85,10 +88,11 @@ def ls(
 
 
 def rows_of(step: int, layout: StepLayout, near: Neighbours | None = None) -> Iterator[StepRow]:
-    """Yield a row for each run that left something in a step's folder; one for a folder without any.
+    """Yield a row for each run that recorded something in a step's folder. A folder that cannot be read has
+    one row, with the problem.
 
     Args:
-        near: Reads the captured steps that causes are compared with. None for rows without causes.
+        near: Captured steps to compare with, for causes. None for rows without causes.
     """
     size_bytes = size_below(layout.root)
     try:
@@ -103,7 +107,7 @@ def rows_of(step: int, layout: StepLayout, near: Neighbours | None = None) -> It
 
 
 def _cause(layout: StepLayout, timeline: Timeline, near: Neighbours) -> Cause | None:
-    """Return the cause of a step that took longer than those near it. Only its spans are read, and theirs."""
+    """Return the cause of a step that took longer than the steps near it, from spans alone."""
     used = [step.dur_ns for step in comparable(timeline.uncaptured) if step.step != timeline.step]
     if not timeline.window.closed:
         return None
@@ -199,7 +203,7 @@ def _shortage(shortage: OutOfMemory) -> tuple[str, ...]:
 def _state(row: StepRow) -> str:
     state = row.state or "-"
     if row.recorder is not None:
-        return f"{state}, on {row.recorder.trigger}"  # of the flight recorder
+        return f"{state}, on {row.recorder.trigger}"  # the event that made the flight recorder write
     return state if row.error is None else f"{state}, ended early"
 
 

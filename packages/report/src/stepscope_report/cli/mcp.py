@@ -31,21 +31,23 @@ from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import predict
 
 ROWS = 200
-"""Rows of an answer, at most."""
+"""Largest number of rows in an answer."""
 _STEPS = 50
-"""Steps of a run that are listed: the last ones."""
+"""Largest number of steps that are listed for a run: the last ones."""
 _DEPTH = 4
-"""Folders below the root in which runs are looked for."""
+"""Depth below the root to which folders are searched for runs."""
 
 
 class Tools:
-    """The tools, for the runs below `root`. Each method is one of them, and its docstring describes it."""
+    """The tools for the runs below `root`. Each public method is one tool, and its docstring is the tool's
+    description.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
 
     def readers(self) -> tuple[Callable[..., str], ...]:
-        """Return the tools that write nothing."""
+        """Return the tools that only read."""
         return (
             self.list_runs,
             self.brief,
@@ -57,7 +59,7 @@ class Tools:
         )
 
     def list_runs(self) -> str:
-        """List the runs, and of each its captured steps: state, duration, what is missing (JSON)."""
+        """List the runs with the state, duration and missing parts of each captured step (JSON)."""
         runs = {}
         for folder in islice(self._runs(), ROWS):
             steps = RunLayout(folder).steps()
@@ -76,19 +78,20 @@ class Tools:
         return _json(runs)
 
     def brief(self, path: str, step: int | None = None) -> str:
-        """Tell the whole story of a step in at most 40 lines (Markdown). Of a run: of its longest step.
+        """Tell the whole story of a step in at most 40 lines (Markdown). For a run, its longest step.
 
-        `path` is the folder of a run or of a step, as `list_runs` names it, or of traces that others wrote.
-        Begin with this one.
+        `path` is the folder of a run or a step, as `list_runs` names it, or of traces that other tools wrote.
+        Begin with this tool.
         """
         if step is None:
             return open_path(self._path(path)).brief(markdown=True)
         return self._open(path, step, traces=True).brief(markdown=True)
 
     def explain_stage(self, path: str, stage: str, step: int | None = None, role: str | None = None) -> str:
-        """Explain one stage of a step (JSON): its share, its calls, each process' part, what ran beside it.
+        """Explain one stage of a step (JSON): its share, its calls, the part of each process, and what ran at
+        the same time.
 
-        Of a run, the longest step is explained. Times are integers, in ns.
+        For a run, its longest step is explained. Times are integers in ns.
         """
         report = self._longest(path, step).report()
         labels = sorted({(row.role, row.stage) for row in report.stages})
@@ -138,10 +141,10 @@ class Tools:
         trajectory: str | None = None,
         limit: int = 50,
     ) -> str:
-        """List the longest spans of a step that fit (JSON, times in ns): at most `limit`, and never over 200.
+        """List the longest spans of a step that match (JSON, times in ns): at most `limit`, and at most 200.
 
-        Those that never ended (`dur_ns` is null) come first. `matching` counts all that fit. `start_ns` is
-        since the capture's opening. Of a run, its longest step is taken.
+        Spans without an end (`dur_ns` is null) come first. `matching` is the number of all spans that match.
+        `start_ns` counts from the opening of the capture. For a run, its longest step is used.
         """
         wanted = {"role": role, "stage": stage, "trajectory": trajectory}
         opened = self._longest(path, step)
@@ -159,7 +162,8 @@ class Tools:
         """Compare two steps, or the means of two runs (JSON, in ns): the largest changes from a to b.
 
         `kernels` adds the operators and kernels that changed most. `fail_above`, such as `5%`, adds a verdict
-        in s: whether the step grew by more, beyond chance; with `stage`, such as `rollout/*`, whether it did.
+        in s: whether the step grew by more than that, beyond chance. With `stage`, such as `rollout/*`, the
+        verdict is on these stages instead.
         """
         limits = [] if fail_above is None else parse_limits([fail_above], [] if stage is None else [stage])
         one, other = (
@@ -188,8 +192,8 @@ class Tools:
         """Predict how long a step would take with changes, with an error bar (JSON, in ns).
 
         `replicas`, `tool_pool`, `max_requests` (at once in a replica): `+2`, `-1`, `x2` or `6`. `balance`:
-        `length` or `load`. `cut_tail`: `p95`. `staleness`: 1. `overlap`: `reward`. Of a run, its longest step
-        is taken.
+        `length` or `load`. `cut_tail`: `p95`. `staleness`: 1. `overlap`: `reward`. For a run, its longest
+        step is used.
         """
         options = Options(
             replicas=replicas,
@@ -205,7 +209,8 @@ class Tools:
     def trigger(
         self, run: str, steps: str = "next", ranks: str | None = None, last: int | None = None
     ) -> str:
-        """Ask a live run to capture steps: `next`, one number, or START:STOP. The only tool that writes.
+        """Ask a live run to capture steps: `next`, one number, or START:STOP. This is the only tool that
+        writes.
 
         `last` asks for the last steps of the flight recorder instead. `list_runs` shows captured steps.
         """
@@ -215,7 +220,7 @@ class Tools:
         return f"Asked: request {request}. `stepscope trigger list {self._path(run)}` shows the answers."
 
     def _runs(self) -> Iterator[Path]:
-        """Yield folders with captured steps, without a look into these."""
+        """Yield the folders of runs with captured steps. Folders inside of them are not searched."""
         for folder, names, _ in os.walk(self._root):
             path = Path(folder)
             if RunLayout(path).steps():
@@ -237,7 +242,7 @@ class Tools:
         if step is not None and steps:
             if step not in steps:
                 raise RecordError(f"{path} holds no step {step}. Captured: {', '.join(map(str, steps))}")
-            folder = steps[step].root  # whichever run captured it last
+            folder = steps[step].root  # the run that captured the step last, if several did
         opened = open_path(folder, traces=traces)
         if isinstance(opened, OpenTraces):
             raise RecordError(f"{path} holds traces without spans. Fix: ask for its `brief`")
@@ -280,7 +285,7 @@ def mcp(
 
 
 def _package() -> tuple[Any, type[Exception], Any]:
-    """Return the server, the error that clients are shown, and the annotations of a tool.
+    """Return (class of the server, error whose text clients see, class of a tool's annotations).
 
     mcp 2 renamed the server of mcp 1.
     """
@@ -303,8 +308,8 @@ def _package() -> tuple[Any, type[Exception], Any]:
 
 
 def _told(tool: Callable[..., str], error_of: type[Exception]) -> Callable[..., str]:
-    """Wrap a tool so that its errors are of the type whose text the client sees: mcp 2 hides the text of all
-    others.
+    """Wrap a tool so that its errors have the type `error_of`. mcp 2 hides the text of all other errors from
+    clients.
     """
 
     @wraps(tool)

@@ -1,4 +1,4 @@
-"""`stepscope merge`: one timeline of everything that a step left, for Perfetto."""
+"""`stepscope merge`: one timeline of all spans and traces of a step, for Perfetto."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from stepscope_report.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
 EVENTS = 6_000_000
-"""Beyond this number of events a smaller merge is proposed: about 1.5 GB of JSON, for a viewer in
-WebAssembly, which has 4 GB. Chosen, not measured."""
+"""Number of events above which the command proposes a smaller merge. It corresponds to about 1.5 GB of JSON,
+for a viewer in WebAssembly with 4 GB. The number was chosen, not measured."""
 
 
 class Arrows(str, Enum):
@@ -133,22 +133,22 @@ def merge(
 
 
 def _target_of_plain(paths: list[Path], output: Path | None) -> Path:
-    """Return the file for a timeline of traces that stepscope did not write.
+    """Return the file for the timeline of traces that stepscope did not write.
 
     Raises:
-        CommandError: a path does not exist, the paths hold spans of OpenTelemetry alone, or no file is named.
+        CommandError: a path does not exist, the paths hold only spans of OpenTelemetry, or no file is named.
     """
     expect_traces(paths)
     if is_otlp(paths):
         command = f"stepscope report {shlex.join(map(str, paths))}"
         raise CommandError(f"spans of OpenTelemetry alone have a report, and no timeline: {command}")
-    if output is None:  # folders of others are left as they are
+    if output is None:  # no file is added to folders of other tools
         raise CommandError("stepscope did not write these traces: say where to write with --output")
     return output
 
 
 def _fetch(ray: str, step: StepLayout) -> None:
-    """Fetch the files of a step that only other nodes of the cluster have."""
+    """Fetch the files of a step that exist only on other nodes of the cluster."""
     with cluster(ray, 1, [step]) as nodes, screen.waiting("fetching traces of other nodes"):
         nodes.fetch_traces()
 
@@ -165,7 +165,7 @@ def _step_of(path: Path, step: str | None, run: str | None) -> Path:
         return wanted[0].root
     if is_step(path):
         return path
-    steps = of_one_run(path, find_run(path), run).steps  # or says what is there instead of a run
+    steps = of_one_run(path, find_run(path), run).steps  # or an error if this is no run
     raise CommandError(f"{path} is the folder of a run: give --step too, such as --step {next(iter(steps))}")
 
 
@@ -214,8 +214,8 @@ def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def proposal(step: Path, run_id: str) -> str:
-    """Return the command of a smaller merge, for a browser that cannot open all events: two ranks of the most
-    uneven stage.
+    """Return the command of a smaller merge, with two ranks of the most uneven stage, for a browser that
+    cannot open all events.
     """
     stages = step_report(load_step(step, run_id=run_id)).stages
     start = "A browser may not open so many events."
@@ -234,7 +234,7 @@ def _ranked(stage: Stage) -> bool:
 
 
 def _spread_ns(stage: Stage) -> int:
-    """Return how much longer the slowest process was busy than the median one."""
+    """Return the busy time of the slowest process minus that of the median process, in ns."""
     slowest, median = _slowest_and_median(stage.processes)
     return slowest.worked_ns - median.worked_ns
 

@@ -1,4 +1,4 @@
-"""Traces that stepscope did not write, as `report`, `merge` and `diff` take them."""
+"""Traces that stepscope did not write, for `report`, `merge` and `diff`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from stepscope_report.timeline.step.plain import has_traces, is_ours, plain_byte
 
 
 def is_plain(paths: Sequence[Path]) -> bool:
-    """Return whether the paths name traces of others: several, or no folder of a run or step."""
+    """Return True if the paths name traces of other tools: several paths, or one that is no folder of a run
+    or step.
+    """
     if len(paths) != 1:
         return True
     (path,) = paths
@@ -44,7 +46,7 @@ def report_plain(
     brief: bool,
     markdown: bool,
 ) -> NoReturn:
-    """Print the report of traces, write its page to `output` if it is named, and exit.
+    """Print the report of traces, write its page to `output` if that is given, and exit.
 
     Raises:
         CommandError: a path does not exist, or `steps` are asked of spans.
@@ -78,7 +80,9 @@ def report_plain(
 
 
 def expect_plain(a: Path, b: Path, options: Sequence[str]) -> None:
-    """Raise `CommandError` if only one of two sides is traces of others, or options need a run."""
+    """Raise `CommandError` if only one of the two sides is traces of other tools, or if an option needs a
+    run.
+    """
     for path, other in ((a, b), (b, a)):
         if not is_plain([path]):
             raise CommandError(f"{other} is traces of others, and {path} is not: compare two of a kind")
@@ -87,10 +91,10 @@ def expect_plain(a: Path, b: Path, options: Sequence[str]) -> None:
 
 
 def read_plain_steps(path: Path, steps: str | None, option: str, step_mark: str | None) -> PlainSteps:
-    """Return the steps of traces.
+    """Return the steps in traces.
 
     Raises:
-        CommandError: the path does not exist, or no trace tells its steps.
+        CommandError: the path does not exist, or no trace shows its steps.
         ConfigError: `steps` is no range, or names no step.
     """
     expect_traces([path])
@@ -109,7 +113,7 @@ def read_plain_steps(path: Path, steps: str | None, option: str, step_mark: str 
 
 
 def _wanted(steps: str | None, option: str) -> Callable[[int], bool] | None:
-    """Return whether a step is asked for, as a function of its number, or None if none is named."""
+    """Return a function that is True for the numbers of the selected steps. None if `steps` is None."""
     if steps is None:
         return None
     parts = parse_steps(steps, option)
@@ -140,8 +144,8 @@ def report_otlp(
 
 
 def expect_traces(paths: Sequence[Path]) -> None:
-    """Raise `CommandError` for a path that does not exist, or for a run or step of stepscope among other
-    traces.
+    """Raise `CommandError` if a path does not exist, or if a run or step of stepscope is among
+    other traces.
     """
     for path in paths:
         if not path.exists():

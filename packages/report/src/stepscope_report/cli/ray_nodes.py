@@ -26,28 +26,29 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Part = TypeVar("_Part")
 _SMALL = 1 << 20
-"""Size in bytes up to which a file of the traces' folder is fetched: sidecars and summaries."""
+"""Largest size in bytes of a file in the traces' folder that is always fetched. Such files are sidecars and
+summaries."""
 
 
 class NodeFiles(NamedTuple):
-    """Files of a step on a node, and how many processes it can run."""
+    """Files of a step on a node, and the number of idle cores there."""
 
     version: str
     """Version of stepscope on the node."""
     idle_cores: int
     files: dict[Path, int]
-    """Absolute paths, with their sizes in bytes."""
+    """Sizes in bytes by absolute path."""
 
 
 class Reader:
-    """The actor that does calls on a node, one at a time."""
+    """An actor that runs calls on a node, one at a time."""
 
     def call(self, fn: Callable[..., object], *args: object) -> object:
         return fn(*args)
 
 
 def list_files(step: Path) -> NodeFiles:
-    """List the files of a step's folder, `step` being its absolute path."""
+    """List the files in a step's folder on the node where this runs. `step` is an absolute path."""
     layout = StepLayout(step)
     folders = (layout.spans, layout.counters, layout.traces, layout.processes)
     files: dict[Path, int] = {}
@@ -59,7 +60,7 @@ def list_files(step: Path) -> NodeFiles:
 
 
 def read_piece(path: Path, offset: int) -> bytes:
-    """Return at most `PIECE` bytes of a file, from `offset` on."""
+    """Return at most `PIECE` bytes of a file, starting at `offset`."""
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(PIECE)
@@ -67,10 +68,11 @@ def read_piece(path: Path, offset: int) -> bytes:
 
 @contextmanager
 def connected(address: str, jobs: int | None = None) -> Iterator[RayNodes]:
-    """Yield the nodes of the cluster at this address, or of the one that this process is connected to.
+    """Yield the nodes of the Ray cluster at `address`, or of the cluster to which this process is connected
+    already.
 
     Args:
-        jobs: Actors of each node. None means one for each of its idle cores.
+        jobs: Number of actors on each node. None for one per idle core.
 
     Raises:
         RecordError: there is no cluster.
@@ -84,7 +86,7 @@ def connected(address: str, jobs: int | None = None) -> Iterator[RayNodes]:
         raise RecordError(f"no Ray cluster at {address!r} ({why}): run this on one of its nodes") from error
     nodes = RayNodes(jobs)
     try:
-        with redirect_stdout(sys.stderr):  # Ray prints there that a node died
+        with redirect_stdout(sys.stderr):  # Ray prints to stdout if a node dies
             yield nodes
     finally:
         nodes.kill()
@@ -93,16 +95,22 @@ def connected(address: str, jobs: int | None = None) -> Iterator[RayNodes]:
 
 
 class RayNodes(NearFiles):
-    """Actors on the living nodes of a cluster. They reserve no CPU, since a training may hold all."""
+    """Actors on the living nodes of a Ray cluster. They reserve no CPU, because a training may have reserved
+    all.
+    """
 
     def __init__(self, jobs: int | None = None) -> None:
-        """`jobs`: Actors of each node. None means one for each of its idle cores."""
+        """Find the living nodes.
+
+        Args:
+            jobs: Number of actors on each node. None for one per idle core.
+        """
         self._jobs = jobs
         self._nodes = [_Node(node["NodeID"], node["NodeManagerHostname"]) for node in _alive()]
         self.elsewhere: dict[Path, int] = {}
 
     def add_step(self, layout: StepLayout) -> None:
-        """Find the files of a step on all nodes, and fetch the small files that are missing here.
+        """Find the files of a step on all nodes, and fetch small files that this machine lacks.
 
         Raises:
             RecordError: a node has another version of stepscope, or none.
@@ -116,7 +124,7 @@ class RayNodes(NearFiles):
             try:
                 node.add(listing.result(), self._jobs)
             except NodeLostError:
-                continue  # its files stay missing, as those of a node that died before
+                continue  # files of a dead node count as missing
         traces = os.path.abspath(layout.traces)
         for node in self._nodes:
             for path, size in node.files.items():
@@ -129,7 +137,7 @@ class RayNodes(NearFiles):
                     node.fetch(path, size)
 
     def fetch_traces(self) -> None:
-        """Fetch the traces that this machine does not have.
+        """Fetch the traces that this machine lacks.
 
         Raises:
             OSError: a file cannot be written here.
@@ -139,7 +147,7 @@ class RayNodes(NearFiles):
         self.elsewhere = {}
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Call a function on any node. Its arguments are positional."""
+        """Run a function on the least busy living node. Its arguments are positional."""
         return self._able(()).call(cast(Callable[..., _T], fn), *args)
 
     def submit_near(self, files: Sequence[Path], fn: Callable[[_Part], _T], part: _Part) -> Future[_T]:
@@ -151,7 +159,7 @@ class RayNodes(NearFiles):
             return future
 
     def _able(self, files: Sequence[Path]) -> _Node:
-        """Return the least busy node that has these files.
+        """Return the least busy node that has all of these files.
 
         Raises:
             NodeLostError: no living node has them.
@@ -176,10 +184,10 @@ class _Node:
         self.files: dict[Path, int] = {}
         self.lost = False
         self._listed = False
-        """True once the node has answered, so that it is known to run stepscope."""
+        """True once the node has listed files. stepscope is then known to be installed there."""
         self._id = node_id
         self._undone: list[set[Future[Any]]] = []
-        """The unfinished calls of each actor."""
+        """Unfinished calls of each actor."""
         self._actors: list[Any] = []
 
     @property
@@ -188,7 +196,7 @@ class _Node:
         return sum(map(len, self._undone)) / max(1, len(self._actors))
 
     def start(self, count: int) -> None:
-        """Start actors until the node has at least `count`."""
+        """Start actors until the node has `count` of them."""
         where = NodeAffinitySchedulingStrategy(self._id, soft=False)
         options = {"num_cpus": 0, "max_restarts": 1, "max_task_retries": 1, "scheduling_strategy": where}
         for _ in range(count - len(self._actors)):
@@ -196,7 +204,7 @@ class _Node:
             self._undone.append(set())
 
     def add(self, listing: NodeFiles, jobs: int | None) -> None:
-        """Add the files that the node lists, and start its actors.
+        """Add the files that the node listed, and start its actors.
 
         Raises:
             RecordError: the node has another version of stepscope.
@@ -211,9 +219,9 @@ class _Node:
         self.start(listing.idle_cores if jobs is None else jobs)
 
     def call(self, fn: Callable[..., _T], *args: object) -> Future[_T]:
-        """Have the least busy actor call a function.
+        """Run a function on the least busy actor.
 
-        The future raises `NodeLostError` if the node died, and `RecordError` if it has no stepscope.
+        The future raises `NodeLostError` if the node died, and `RecordError` if the node has no stepscope.
         """
         future = Future[_T]()
         at = min(range(len(self._actors)), key=lambda at: len(self._undone[at]))
@@ -237,14 +245,14 @@ class _Node:
             self.lost = True
             return NodeLostError(f"on the Ray node {self.name}: it died")
         why = str(error).strip().splitlines()[-1]
-        if self._listed or isinstance(error, ActorUnavailableError):  # Ray has not noticed yet
+        if self._listed or isinstance(error, ActorUnavailableError):  # Ray may notice later
             return NodeLostError(f"on the Ray node {self.name}: {why}")
         fix = f"install stepscope {version('stepscope')} there"
         return RecordError(f"the Ray node {self.name} cannot run stepscope ({why}): {fix}")
 
     def fetch(self, path: Path, size: int) -> None:
-        """Copy a file here; it gets its name once it is whole. If the node is gone, the file stays
-        missing.
+        """Copy a file to this machine. It gets its final name when it is complete. If the node has died, the
+        file stays missing.
         """
         arrival = Arrival(path)
         try:
@@ -256,7 +264,7 @@ class _Node:
             arrival.give_up()
             raise
         else:
-            (arrival.finish if arrival.bytes >= size else arrival.give_up)()  # it may have become shorter
+            (arrival.finish if arrival.bytes >= size else arrival.give_up)()  # the file may have shrunk
 
     def kill(self) -> None:
         for actor in self._actors:

@@ -48,30 +48,31 @@ from stepscope_report.terminal import (
 from stepscope_report.timeline import Timeline, Traces, bytes_to_read, load_step, load_traces, span_bytes
 
 SAMPLE = Path("outputs/sample")
-"""Folder of the sample run, unless one is named."""
+"""Folder that the sample run is unpacked into if the command line names none."""
 
 
 _LINKED = 200
-"""Largest number of artifacts that a page links to. Beyond it, the page links to their folder."""
+"""Largest number of artifacts that a page links to one by one. If there are more, the page links to their
+folder."""
 
 
 OnTraces: TypeAlias = Callable[[StepLayout, Timeline, Traces], None]
 
 
 class Reports(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `stepscope report --json`."""
+    """The output of `stepscope report --json`."""
 
     format: int = 1
     steps: list[StepReport]
     unreadable: dict[str, str]
-    """Step folders that could not be read, with the reason."""
+    """Reason why a step could not be read, by its folder."""
     others: dict[str, list[int]] = {}
-    """{id of another run in the folder: its steps that are left out}."""
+    """Steps of other runs in the folder, which are left out, by the id of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The words of the command line."""
+    """The options and arguments of `stepscope report`."""
 
     paths: Annotated[
         list[Path] | None,
@@ -148,7 +149,7 @@ class Asked:
 
     @property
     def path(self) -> Path:
-        """The folder or trace that was named first, or the sample's folder."""
+        """The first folder or trace on the command line, or the folder of the sample."""
         if not self.paths and not self.sample:
             raise typer.BadParameter(
                 "name the folder of a run, or traces, or use --sample", param_hint="RUN_OR_STEP"
@@ -156,7 +157,7 @@ class Asked:
         return self.paths[0] if self.paths else SAMPLE
 
     def check(self) -> None:
-        """Raise `typer.BadParameter` for options that do not go together."""
+        """Raise `typer.BadParameter` if the options cannot be combined."""
         if self.markdown and not (self.brief or self.by):
             raise typer.BadParameter("--markdown needs --brief or --by")
         if self.json and (self.brief or self.markdown):
@@ -189,7 +190,7 @@ def report(asked: Asked) -> None:
 
 def report_traces(asked: Asked, paths: list[Path]) -> NoReturn:
     """Print the report of traces that stepscope did not write, and exit."""
-    html = asked.html or None  # --no-html asks for what is so
+    html = asked.html or None  # --no-html is the default here
     ours = {"--run": asked.run, "--html": html, "--by": asked.by or None}
     if given := [name for name, value in {**ours, "--ray": asked.ray}.items() if value is not None]:
         needed = f"{', '.join(given)}: only of a run or a step of stepscope"
@@ -245,17 +246,19 @@ def read_reports(
     ray: str | None = None,
     on_traces: OnTraces | None = None,
 ) -> Reports:
-    """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
+    """Return the reports of these steps and write their pages. A progress bar is shown meanwhile.
 
     Args:
-        traces: Whether to read the profilers' traces, which are large.
-        jobs: Number of processes that read these, or None to let `workers` choose.
-        digests: Whether to use what an earlier report kept of the traces.
-        ray: Address of the Ray cluster that reads them, or None to read them on this machine.
-        on_traces: Called with the traces of each step.
+        run: Id of the run. None for the run that captured last.
+        pages: Writer of the pages. None to write none.
+        traces: True to read the profilers' traces, which are large.
+        jobs: Number of processes that read the traces. None to let `workers` choose.
+        digests: True to use what an earlier report kept of the traces.
+        ray: Address of the Ray cluster whose nodes read the traces. None to read them on this machine.
+        on_traces: Function that is called with the traces of each step. None for none.
 
     Raises:
-        CommandError: nothing could be made of any of them.
+        CommandError: no step can be reported.
     """
     measure = bytes_to_read if traces else span_bytes
     what = "reading spans and traces" if traces else "reading spans"
@@ -295,7 +298,9 @@ def _read(
 
 
 def say_pages(pages: Pages) -> bool:
-    """Print the pages, the run's first, and those that could not be written. Return whether any could not."""
+    """Print the paths of the pages, the run's page first, and pages that could not be written. Return True if
+    there are any of the latter.
+    """
     if pages.written:
         *others, first = pages.written
         more = (
@@ -308,7 +313,9 @@ def say_pages(pages: Pages) -> bool:
 
 
 def show_reports(reports: Reports, *, short: bool = False) -> None:
-    """Print all tables, or those that matter most; for several steps also one with a line for each."""
+    """Print the tables of all reports (only the most important ones if `short`). Several steps also have an
+    overview.
+    """
     screen.show(*((render_short if short else render)(report) for report in reports.steps))
     if len(reports.steps) > 1:
         screen.show(render_overview(reports.steps), render_changes(reports.steps))
@@ -319,7 +326,9 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
 
 
 def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
-    """Print the brief of the longest step, unwrapped, and the steps that could not be read."""
+    """Print the brief of the longest step without wrapping its lines, and the steps that could
+    not be read.
+    """
     folders = (
         {reports.steps[0].step: path}
         if is_step(path)
@@ -332,7 +341,7 @@ def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
 
 
 class GroupedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of one step, grouped by each attribute that was asked for."""
+    """The calls of one step, grouped by each of the given attributes."""
 
     step: int
     run_id: str
@@ -340,22 +349,26 @@ class GroupedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupedSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `stepscope report --by ATTRIBUTE --json`."""
+    """The output of `stepscope report --by ATTRIBUTE --json`."""
 
     format: int = 1
     steps: list[GroupedStep]
     unreadable: dict[str, str]
-    """Step folders that could not be read, with the reason."""
+    """Reason why a step could not be read, by its folder."""
 
 
 def report_groups(
     steps: Sequence[StepLayout], by: Sequence[str], run: str | None, *, json: bool, markdown: bool
 ) -> NoReturn:
-    """Print the groups of these steps and end the command.
+    """Print the calls of these steps by attribute, and exit.
+
+    Args:
+        by: Names of the attributes.
+        run: Id of the run. None for the run that captured last.
 
     Raises:
-        CommandError: no step can be read, or no span has one of the attributes. The message names those
-            that are there.
+        CommandError: no step can be read, or no span has one of the attributes. The message names the
+            attributes that spans have.
     """
     timelines, unreadable = _timelines_of(steps, run)
     grouped = [
@@ -403,12 +416,12 @@ def _show_groups(grouped: Sequence[GroupedStep], *, markdown: bool) -> None:
 
 
 class Pages:
-    """The pages of one command. A folder that cannot be written to costs its page, and nothing else."""
+    """The pages that one command writes. If a folder cannot be written, only its page is lost."""
 
     def __init__(self) -> None:
         self.written: list[Path] = []
         self.failed: list[str] = []
-        """Pages that could not be written, each with the reason."""
+        """Path of each page that could not be written, with the reason."""
 
     def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
         self._write(layout.report, render_step(timeline, report, _files_of(layout, timeline)))
@@ -420,10 +433,11 @@ class Pages:
         unreadable: Mapping[str, str],
         others: Mapping[str, Sequence[int]] = {},
     ) -> None:
-        """Write the page of a run, after those of its steps.
+        """Write the page of a run, after the pages of its steps.
 
         Args:
-            others: {id of another run in the folder: its steps that are left out}.
+            unreadable: Reason why a step could not be read, by its folder.
+            others: Steps of other runs in the folder, which are left out, by the id of the run.
         """
         steps = [RunStep(report=report, href=self._href(layout, report.step)) for report in reports]
         lines = [f"{step}: {why}" for step, why in unreadable.items()]
@@ -443,7 +457,9 @@ class Pages:
 
 
 def _files_of(layout: StepLayout, timeline: Timeline) -> list[StepFile]:
-    """Return the contents of a step's folder: timeline, manifest, folders, and artifacts."""
+    """Return the files and folders of a step that its page links to: timeline, manifest, folders, and
+    artifacts.
+    """
     whole = ((layout.timeline, "merged timeline, opens in ui.perfetto.dev"), (layout.manifest, "manifest"))
     folders = (
         (layout.spans, "spans, a file for each process"),

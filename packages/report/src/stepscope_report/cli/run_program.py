@@ -1,5 +1,5 @@
-"""`stepscope run` starts an unedited program with its framework's functions instrumented; `stepscope
-validate` shows what its configuration means.
+"""`stepscope run` starts an unedited program whose framework is instrumented. `stepscope validate` shows the
+effect of a configuration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stepscope_report.terminal import listing
 
 STARTUP = Path(startup.__file__).parent
 RUN_PID = "STEPSCOPE_RUN_PID"
-"""Variable with the id of the process that reports at its end if no step began:
+"""Variable with the id of the process that reports at its end that no step began. See
 `_recording.instrument.no_step`."""
 
 
@@ -58,11 +58,11 @@ def run(
         bool, typer.Option("--require-capture", help="End with exit code 4 if no step was captured.")
     ] = False,
 ) -> None:
-    """Start a program whose training loop nobody edits, and capture its steps.
+    """Start a program whose source nobody edits, and capture its steps.
 
-    Every Python process that it starts, and that those start, is instrumented as the configuration's
-    `instrument` list and the presets say. The program keeps its exit code.
-    With `--require-capture`, a program that ends with 0 ends with 4 if no step was captured.
+    Every Python process that the program starts, directly or not, is instrumented as the configuration's
+    `instrument` list and the presets say. The command ends with the program's exit code. With
+    `--require-capture`, the exit code is 4 if the program succeeded but no step was captured.
     """
     if switch.DISABLED and command:
         screen.say(f"{switch.VARIABLE} is set: the program runs as if stepscope were not installed")
@@ -84,7 +84,9 @@ def run(
 
 
 def _require_capture(config: ProfileConfig, command: list[str], environ: Mapping[str, str]) -> NoReturn:
-    """Run the program as a child, and exit with its code, or with that for a run without a captured step."""
+    """Run the program as a child, and exit with its exit code, or with 4 if it succeeded but captured no
+    step.
+    """
     if not config.steps:
         fix = "select the steps (--steps 2), or leave out --require-capture"
         raise CommandError(f"--require-capture: `steps` selects nothing. Fix: {fix}")
@@ -98,16 +100,18 @@ def _require_capture(config: ProfileConfig, command: list[str], environ: Mapping
 
 
 def _run_child(command: list[str], environ: Mapping[str, str]) -> int:
-    """Run the program, pass this process' signals on, and return the exit code that a shell would."""
+    """Run the program and pass the signals that this process gets on to it. Return the exit code as a shell
+    would.
+    """
     command = _with_python(command)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         raise CommandError(f"cannot run {command[0]!r}: No such file or directory")
     sys.stdout.flush()
-    # The shell becomes the program, under the process id that the variable says.
+    # The shell becomes the program and keeps its process id, which the variable then holds.
     child = subprocess.Popen(["sh", "-c", f'{RUN_PID}=$$ exec "$0" "$@"', *command], env=environ)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda got, _: child.send_signal(got))
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the child too
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal also sends it to the child
     code = child.wait()
     return 128 - code if code < 0 else code
 
@@ -128,14 +132,14 @@ def _become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 def _resolve(
     file: Path | None, presets: list[str], steps: str | None, save_path: Path | None
 ) -> tuple[ProfileConfig, dict[str, str]]:
-    """Return the configuration as the program will resolve it, and the variables that carry it."""
+    """Return (configuration as the program will resolve it, environment variables that carry it)."""
     variables = {"STEPSCOPE_RUN_ID": os.environ.get("STEPSCOPE_RUN_ID") or os.urandom(4).hex()}
     if file is not None:
         variables["STEPSCOPE_CONFIG"] = str(file.absolute())
     if steps is not None:
         variables["STEPSCOPE_STEPS"] = steps
     named = resolve(environ={**os.environ, **variables})
-    # Absolute: workers have a folder of their own.
+    # absolute, because workers have another current folder
     variables["STEPSCOPE_SAVE_PATH"] = str((save_path or Path(named.save_path)).absolute())
     given = resolve(None, {"STEPSCOPE_INSTRUMENT": ",".join(presets)}).instrument
     listed = [*named.instrument, *(entry for entry in given if entry not in named.instrument)]
@@ -152,15 +156,15 @@ def _resolve(
 
 
 class Validated(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `stepscope validate --json`."""
+    """The output of `stepscope validate --json`."""
 
     format: int = 1
     config: dict[str, object]
-    """The configuration as resolved: defaults, then the file, then the environment."""
+    """The resolved configuration: the environment over the file over the defaults."""
     environment: list[str]
-    """Variables that the environment set over the file."""
+    """Environment variables that replaced values of the file."""
     steps: list[int]
-    """The selected ones below `below`."""
+    """Selected steps that are smaller than the option `below`."""
     below: int
 
 
@@ -172,7 +176,9 @@ def validate(
     below: Annotated[int, typer.Option(help="List the selected steps below this one.", min=1)] = 100,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Show the configuration as a run here would resolve it and the steps it selects, or its errors."""
+    """Show the configuration as a run on this machine would resolve it and the steps it selects, or its
+    errors.
+    """
     resolved = resolve(config)
     check_tool(resolved)
     check_recorder(resolved)

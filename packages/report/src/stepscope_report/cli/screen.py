@@ -1,7 +1,7 @@
 """Terminal output of the commands: tables and JSON on stdout, everything else on stderr.
 
-Names come from files and folders. Their control characters never reach the terminal, whether the name stands
-in a table, in a title or in a message.
+Control characters in names of files and folders never reach the terminal, whether a name is in a table, a
+title or a message.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rich.segment import Segment
 from stepscope_report.formatting import visible
 
 WIDTH = 100
-"""Width in columns if the output has none, as for a pipe or a file."""
+"""Width in columns of output to a pipe or file, which has no width of its own."""
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 _EXACT = (1 << 53) - 1
-"""Largest whole number that JavaScript, whose numbers are all floats, reads without loss."""
+"""Largest whole number that JavaScript reads exactly, because its numbers are floats."""
 log = logging.getLogger("stepscope")
 _quiet = False
-"""True if the command that runs prints only its answer, errors, and what is missing. `be_quiet`, `be_verbose`
-and `one_command` write this flag."""
+"""True if the current command prints only its answer, errors, and missing things. Written by `be_quiet`,
+`be_verbose` and `one_command` only."""
 
 
 class _Handler(logging.Handler):
-    """Records of the log, as lines on stderr."""
+    """A log handler that prints records as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         warn(f"{record.levelname.lower()}: {record.getMessage()}")
@@ -44,14 +44,14 @@ _HANDLER = _Handler()
 
 
 def be_quiet() -> None:
-    """Print only the answer, errors, and what is missing, until the end of `one_command`."""
+    """Print only the answer, errors, and missing things until the end of `one_command`."""
     global _quiet
     _quiet = True
     log.setLevel(logging.WARNING)
 
 
 def be_verbose() -> None:
-    """Print the package's log as well, at debug, until the end of `one_command`."""
+    """Also print the package's log, at level debug, until the end of `one_command`."""
     global _quiet
     _quiet = False
     log.setLevel(logging.DEBUG)
@@ -60,7 +60,7 @@ def be_verbose() -> None:
 
 @contextmanager
 def one_command() -> Iterator[None]:
-    """Undo at the end what `be_quiet` and `be_verbose` did."""
+    """Context of one command. Its end undoes `be_quiet` and `be_verbose`."""
     global _quiet
     level = log.level
     try:
@@ -79,22 +79,24 @@ def show(*parts: RenderableType) -> None:
 
 
 def show_unwrapped(text: str) -> None:
-    """Print text on stdout, each line as long as it is."""
+    """Print text on stdout without wrapping its lines."""
     _console(stderr=False).print(text, soft_wrap=True)
 
 
 def show_json(data: object) -> None:
-    """Print one JSON document on stdout, with the control characters of its strings as `\\u` escapes.
+    """Print one JSON document on stdout, with control characters in strings as `\\u` escapes.
 
-    A whole number that JavaScript would round (a unix time in ns) stands beside it as text as well:
-    `opened_ns`, `opened_ns_text`.
+    A whole number that JavaScript would round, such as a unix time in ns, is followed by the same number as
+    text: `opened_ns` and `opened_ns_text`.
     """
     document = msgspec.json.format(msgspec.json.encode(exact(data))).decode()
     sys.stdout.write(_BEYOND_ASCII.sub(_escaped_in_json, document) + "\n")
 
 
 def exact(data: object) -> object:
-    """Return data for JSON with a text beside each whole number that JavaScript would round."""
+    """Return data for JSON, with the text of each whole number that JavaScript would round added beside the
+    number.
+    """
     return _exact(msgspec.to_builtins(data))
 
 
@@ -118,20 +120,20 @@ def _escaped_in_json(match: re.Match[str]) -> str:
 
 
 def say(message: str) -> None:
-    """Print a line on stderr, unless the command is to be quiet."""
+    """Print a line on stderr, unless the command is quiet."""
     if not _quiet:
         warn(message)
 
 
 def warn(message: str) -> None:
-    """Print an error, or a line on what is missing, on stderr."""
+    """Print an error or a line on missing things on stderr."""
     _console(stderr=True).print(message, soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr if that is a terminal. Call the yielded function with each number of bytes
-    done.
+    """Show a progress bar on stderr if stderr is a terminal. Call the yielded function with each number of
+    bytes that was read.
     """
     if _quiet or not sys.stderr.isatty():
         yield lambda done: None
@@ -144,7 +146,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Show on stderr, if that is a terminal, that work is under way that may take seconds."""
+    """Show on stderr, if stderr is a terminal, that the command is working."""
     if _quiet or not sys.stderr.isatty():
         yield
         return
@@ -153,7 +155,7 @@ def waiting(title: str) -> Iterator[None]:
 
 
 class _SafeConsole(Console):
-    """A console that shows control characters of the text as escapes, except rich's own codes for colours."""
+    """A console that prints control characters in text as escapes, except for the codes of rich's colours."""
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError  # `app.run` ends the command
@@ -166,5 +168,5 @@ class _SafeConsole(Console):
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH
-    # Nothing in a name is markup, an emoji code, or to be coloured by its looks.
+    # Names contain no markup, no emoji codes, and nothing to highlight.
     return _SafeConsole(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""`stepscope trigger`: captures of a run that is already running."""
+"""`stepscope trigger`: requests to a run that is already running to capture steps."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ Json: TypeAlias = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `stepscope trigger --json`."""
+    """The output of `stepscope trigger --json`."""
 
     format: int = 1
     requests: list[Request]
     listening: list[Listening]
-    """Processes that listen or listened (`ended_ns`, or no such process on its host), with their answers."""
+    """Processes that listen for requests or did so, with their answers. A process no longer listens if it has
+    `ended_ns` or no longer exists on its host."""
 
 
 @trigger.command(cls=Command)
@@ -81,11 +82,11 @@ def ask(
 ) -> None:
     """Ask a live run to capture steps that its configuration does not select. No restart, no port.
 
-    `stepscope trigger RUN` is the same.
-    `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
-    configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
+    `stepscope trigger RUN` is the same. `kill -USR1 PID` asks a process for its next step too. The process
+    must open captures itself, and have called configure(), prepare() or its first capture(), without
+    control.requests: false. Any other process is killed by the signal.
     """
-    if not run.exists():  # of a run that began a moment ago
+    if not run.exists():  # a run that began a moment ago may have no folder yet
         with screen.waiting(f"waiting for {run}"):
             _comes(run.is_dir, wait)
     layout = _layout(run)
@@ -111,7 +112,7 @@ def ask(
 
 @trigger.command("list", cls=Command)
 def list_requests(run: RunFolder, json: Json = False) -> None:
-    """List the requests of the last day and their answers. Exit code 3 if one came to nothing."""
+    """List the requests of the last day and their answers. Exit code 3 if a request failed."""
     status = _show(_layout(run), json=json)
     failed = any(_came_to_nothing(status, asked) for asked in status.requests)
     raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)
@@ -123,7 +124,7 @@ def cancel(
     request: Annotated[str, typer.Argument(metavar="ID", help="The request; all: every one.")],
     json: Json = False,
 ) -> None:
-    """Take back a request."""
+    """Cancel a request."""
     layout = _layout(run)
     known = {standing.id for standing in read_requests(layout.control)}
     gone = known if request == "all" else {request}
@@ -159,8 +160,9 @@ def _show(layout: RunLayout, *, json: bool) -> Status:
 def _ask(
     layout: RunLayout, ask: Callable[..., str], wait: float, *, next_run: bool
 ) -> tuple[Exit, str | None]:
-    """Send the request to the processes that listen, or leave it for the next run. Return the exit code, and
-    the request's id if one was made.
+    """Send the request to the processes that listen, or leave it for the next run.
+
+    Return (exit code, id of the request). The id is None if no request was made.
     """
     with screen.waiting("waiting for a process that listens"):
         listens = _comes(lambda: not all(map(has_ended, read_listening(layout))), wait)
@@ -183,7 +185,7 @@ def _ask(
 
 
 def _came_to_nothing(status: Status, request: Request) -> bool:
-    """Return whether the request was refused, was captured badly, or can no longer be captured."""
+    """Return True if the request was refused, was captured badly, or has expired."""
     answers = [process.answers[request.id] for process in status.listening if request.id in process.answers]
     if any(answer.state == "refused" or (answer.state == "captured" and answer.reason) for answer in answers):
         return True

@@ -1,4 +1,4 @@
-"""`stepscope watch`: a live view of a run, from its files alone."""
+"""`stepscope watch`: a live view of a run, made from its files alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stepscope_report.timeline.sources import latest_counters
 
 BARS = " ▁▂▃▄▅▆▇█"
 _WRITTEN = 5
-"""Number of the latest steps on disk that are listed."""
+"""Number of captured steps that are listed: the latest on disk."""
 
 
 def watch(
@@ -43,7 +43,7 @@ def watch(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Look once, as JSON; times in ns.")] = False,
 ) -> None:
-    """Show a run as it goes: the step that runs, the last ones, who is in which call, the trajectories.
+    """Show a run as it goes: the running step, the last steps, the calls of each role, and the trajectories.
 
     For runs with a `save_path` and without `record: off`, running or finished. It reads files and opens no
     port. End it with Ctrl-C.
@@ -68,13 +68,13 @@ def watch(
 
 
 def look(layout: RunLayout, every: float) -> Live:
-    """Return the state of the run at this moment. Answers are awaited for at most `every` seconds."""
+    """Return the present state of the run. Answers of processes are awaited for at most `every` seconds."""
     number, sampled = _last_counters(layout)
     return live(step_lines(layout), ask(layout, min(1.5, every)), recorded=sampled, recorded_step=number)
 
 
 def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
-    """Return the last step with files of counters, and its counters."""
+    """Return (number, counters) of the last step with files of counters; (None, []) if there is none."""
     run = _run(layout)
     for number, step in _steps(layout, run):
         sampled = [Sampled(process, counters) for process, counters in latest_counters(step, run)]
@@ -84,19 +84,21 @@ def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
 
 
 def _run(layout: RunLayout) -> str:
-    """Return the id, as in file names, of the run whose step lines are shown; empty if no run wrote any."""
+    """Return the id of the run whose step lines are shown, as in file names. Empty if no run wrote step
+    lines.
+    """
     return next(iter(recorded_runs(layout.root)), "")
 
 
 def _steps(layout: RunLayout, run: str) -> Iterator[tuple[int, StepLayout]]:
-    """Yield the captured steps of a run, the last first."""
+    """Yield the captured steps of a run, the last one first."""
     for number, step in reversed(layout.steps().items()):
         if run in map(safe, runs_of(step)):
             yield number, step
 
 
 def _follow(layout: RunLayout, every: float, show: Callable[[Live], None]) -> None:
-    """Show the run again and again, until Ctrl-C."""
+    """Call `show` with the state of the run every `every` seconds, until Ctrl-C."""
     try:
         while True:
             began = time.monotonic()
@@ -117,7 +119,7 @@ def _show_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) ->
 
 
 def page_of(layout: RunLayout, view: Live, every: float) -> str:
-    """Return the view as a page that reloads itself."""
+    """Return the view as an HTML page that reloads itself."""
     console = Console(record=True, width=screen.WIDTH, file=io.StringIO(), markup=False, highlight=False)
     for part in render(layout, view):
         console.print(part)

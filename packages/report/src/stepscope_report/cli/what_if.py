@@ -1,4 +1,4 @@
-"""`stepscope what-if`: the predicted time of a captured step with a change."""
+"""`stepscope what-if`: the predicted duration of a captured step with a change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = ("stage", ">measured", ">replayed", ">predicted")
 
 
 def render_prediction(prediction: Prediction) -> RenderableType:
-    """Return the prediction in a sentence, its stages as a table, and the model below it."""
+    """Return the prediction for a terminal: a sentence, a table of stages, and the model below."""
     rows = [
         (stage.name, *map(duration, (stage.measured_ns, stage.replayed_ns, stage.predicted_ns)))
         for stage in prediction.stages
@@ -109,7 +109,8 @@ def what_if(
 ) -> None:
     """Predict how long a captured step would take with a change, by a replay of it. Changes add up.
 
-    Without a change, shows how well the replay fits the step. Beyond 3 %, there is no prediction.
+    Without a change, shows how well the replay fits the step. If the two differ by more than 3 %, there is no
+    prediction.
     """
     options = Options(
         replicas=replicas,
@@ -128,7 +129,7 @@ def what_if(
 
 
 def longest_step(path: Path, step: int | str | None = None, run: str | None = None) -> Timeline:
-    """Return the step that `path` and the options name; of several the longest."""
+    """Return the step that `path` and the options select. If they select several, return the longest."""
     chosen = find_of_run(path, step, run)
     layouts = chosen.steps.values()
     total = sum(span_bytes(layout.root) for layout in layouts)

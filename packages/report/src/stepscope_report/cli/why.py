@@ -1,4 +1,4 @@
-"""`stepscope why`: the calls that a run is in right now, and those of them that wait for no other."""
+"""`stepscope why`: the calls that a run is in right now, and the call that the others wait for."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from stepscope_report.why import why as join
 
 POLL_S = 0.1
 _QUIET_S = 1.0
-"""Longest time between two answers after which no further answer is expected."""
+"""Seconds after the last answer from which no further answer is expected."""
 _LOOKS_S = 0.7
-"""Time in which every process has seen the order. Processes that expect no other may answer before that."""
+"""Seconds within which every process has seen the order. Answers are awaited for at least this time."""
 
 
 def why(
@@ -49,8 +49,8 @@ def why(
 ) -> None:
     """Ask every process of a run what it does right now, and name the call that holds the others.
 
-    For runs with a `save_path` and without `record: off`. If nobody answers, show the calls that the last
-    step on disk never ended.
+    For runs with a `save_path` and without `record: off`. If no process answers, show the calls without an
+    end in the last step on disk.
     """
     if not run.is_dir():
         raise CommandError(no_run(run))
@@ -67,7 +67,7 @@ def why(
 
 
 def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
-    """Return the states of all processes that answer in time. Stop at once when all expected ones have
+    """Return the states of all processes that answer in time. Return early if every expected process has
     answered.
     """
     order_id = os.urandom(4).hex()
@@ -107,13 +107,13 @@ def _is_all(states: Sequence[ProcessState]) -> bool:
 
 
 def _world(process: ProcessInfo) -> range:
-    """Return the ranks that answer beside a process."""
+    """Return the ranks of which a process is one. Empty if it has no rank."""
     return range(0 if process.rank is None else process.world_size or 0)
 
 
 def fates(states: Sequence[ProcessState]) -> dict[str, str]:
-    """Return {key: what is known of it} for workers without an answer that ran on this host and cannot answer
-    any more.
+    """Return what is known of workers without an answer, by their key: those that ran on this host and have
+    ended or are stopped.
     """
     known = {state.process.key for state in states}
     workers = {key for state in states for key in state.workers} - known
@@ -136,7 +136,7 @@ def _fate(pid: int) -> str | None:
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
-    """Return the lines of the steps of the newest run that recorded some."""
+    """Return the step lines of the newest run that recorded some. Empty if there is none."""
     runs = recorded_runs(layout.root)
     return read_step_lines(layout.step_lines(next(iter(runs)))) if runs else []
 
@@ -148,7 +148,12 @@ def _usual(layout: RunLayout, step: int | None) -> str:
 
 
 def say_median(compared: int, steps: int) -> str:
-    """Return `median of the last 50`, or `median of 12 of its kind`, for a run with `steps` steps."""
+    """Return the kind of median as text: `median of the last 50`, or `median of 12 of its kind`.
+
+    Args:
+        compared: Number of steps of which the median is.
+        steps: Number of all recorded steps of the run.
+    """
     every = compared == min(steps, COMPARED)
     return f"median of the last {compared}" if every else f"median of {compared} of its kind"
 
@@ -157,7 +162,7 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     """Yield the answer for a terminal.
 
     Args:
-        usual: Words for the time that other steps took.
+        usual: Text on the usual duration of a step, or empty.
     """
     step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
     age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
@@ -173,7 +178,7 @@ def _calls(answer: Why) -> Iterator[RenderableType]:
         more = [say_call(answer.calls[index]) for index in answer.culprits[max(1, answer.circle) :]]
         if more:
             dead = is_dead(answer.calls[answer.culprits[0]])
-            yield listing("Besides" if dead else "Neither do these", more)
+            yield listing("Wait for no other call" if dead else "Also wait for no other call", more)
     waiting = list(_waiting(answer))
     if waiting:
         yield listing("Wait for others", waiting)
@@ -196,9 +201,7 @@ def _waiting(answer: Why) -> Iterator[str]:
 
 
 def _show_last_step(run: Path, json: bool) -> None:
-    """Show the records of the last step on disk on its end. Always raises the exception that ends the
-    command.
-    """
+    """Show how the last step on disk ended, and end the command by an exception in every case."""
     chosen = steps_of_run(RunLayout(run).steps())
     number, layout = max(chosen.steps.items(), default=(0, None))
     timeline = None
@@ -209,10 +212,12 @@ def _show_last_step(run: Path, json: bool) -> None:
     rows = [] if health is None else [say_span(row) for row in health.open_spans]
     if timeline is not None and timeline.states:
         answer = join(timeline.states)
-        title = f"Nobody answers. Step {number}, the last on disk, says of its end"
+        title = f"No process answers. Step {number}, the last on disk, ended like this"
         screen.show_json(answer) if json else screen.show(Text(title), *_calls(answer))
     elif rows:
-        screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
+        screen.show(
+            listing(f"No process answers. Step {number}, the last on disk, has calls without an end", rows)
+        )
     else:
         ended = "" if health is None else say_ended(health)
         fix = f"stepscope report {run} --step {number}" if ended else _fix(RunLayout(run))
@@ -229,7 +234,7 @@ def _show_last_step(run: Path, json: bool) -> None:
 def _fix(layout: RunLayout) -> str:
     records = [record for file in layout.runs() if (record := read_run(file)) is not None]
     newest = max(records, key=lambda record: record.started_ns, default=None)
-    # A run that was killed at once has no `run.json`, and only the recorder writes lines of steps.
+    # A run that was killed at once has no `run.json`. Step lines also show that the recorder was on.
     is_on = bool(recorded_runs(layout.root)) if newest is None else newest.config.get("record") == "spans"
     if is_on:
         return "if it ended, look at the program's log; if not, its hosts may not share this folder"
