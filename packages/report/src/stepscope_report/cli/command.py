@@ -124,7 +124,7 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
             run(options(**words))
 
         command.__annotations__ = hints
-        command.__signature__ = Signature(parameters)  # read by `inspect`
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect`
         return command
 
     return decorate
