@@ -210,8 +210,8 @@ RayAddress: TypeAlias = Annotated[
 def readers(
     jobs: int | None, ray: str | None, steps: list[StepLayout], size: Callable[[], int]
 ) -> Iterator[tuple[Executor | None, int]]:
-    """Yield (executor that reads the traces of these steps, their size in bytes). The executor is None if this
-    process reads them.
+    """Yield (executor that reads the traces of these steps, their size in bytes). The executor is None if
+    this process reads them.
 
     Args:
         jobs: Number of processes, on each node if `ray` is given. None for one per idle core.
