@@ -84,98 +84,68 @@ class OpenFiles(CounterSource):
         return {"": float(len(os.listdir("/proc/self/fd")) - 1)}
 
 
-class _Waits:
-    """Time in which threads had work and no core, since the last call (`schedstat` of the kernel's docs).
-
-    A read of an open file takes 1 us, and opening it 8 us.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[int, int] = {}
-        """{thread: descriptor of its file}."""
-        self._last: dict[int, tuple[int, int]] = {}
-        """{thread: (time, its waits until then)}, in ns."""
-
-    def percent(self, thread: int) -> float | None:
-        """Return the waits of a thread in percent of the time since the last call for it; 0 at the first
-        call, and None if the thread has ended.
-        """
-        try:
-            if thread not in self._files:
-                self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
-            at_ns = time.monotonic_ns()
-            waited_ns = int(os.pread(self._files[thread], 64, 0).split()[1])
-        except ours(OSError):
-            self.forget(thread)
-            return None
-        before_ns, until_then_ns = self._last.get(thread, (at_ns, waited_ns))
-        self._last[thread] = at_ns, waited_ns
-        if at_ns == before_ns:
-            return 0.0
-        return min(100.0, 100 * (waited_ns - until_then_ns) / (at_ns - before_ns))
-
-    def forget(self, thread: int) -> None:
-        self._last.pop(thread, None)
-        file = self._files.pop(thread, None)
-        if file is not None:
-            os.close(file)
-
-    def close(self) -> None:
-        for thread in list(self._files):
-            self.forget(thread)
-
-
-class CoreWait(CounterSource):
-    """Time in which the main thread had work and no core, in percent of the time since the previous
-    sample.
-    """
-
-    name = CORE_WAIT
-    unit = "%"
-    kind: CounterKind = "interval"
-
-    def __init__(self) -> None:
-        self._waits = _Waits()
-        self._waits.percent(os.getpid())
-
-    def sample(self) -> Mapping[str, float]:
-        percent = self._waits.percent(os.getpid())
-        return {} if percent is None else {"": percent}
-
-    def close(self) -> None:
-        self._waits.close()
-
-
 class ThreadCoreWait(CounterSource):
-    """The same of each other thread with spans, by its native id. The first sample of a thread is 0."""
+    """Time in which each thread with spans, except the main thread, had work and no core, by its native id.
+
+    It is in percent of the time since the previous sample (`schedstat` of the kernel's docs). The first
+    sample of a thread is 0. A read of an open file takes 1 us, and opening it 8 us.
+    """
 
     name = THREAD_CORE_WAIT
     unit = "%"
     kind: CounterKind = "interval"
 
     def __init__(self) -> None:
-        self._waits = _Waits()
-        self._seen: set[int] = set()
+        self._files: dict[int, int] = {}
+        """{thread that has not ended: descriptor of its file}."""
+        self._last: dict[int, tuple[int, int]] = {}
+        """{thread, which may have ended: (time, its waits until then)}, in ns."""
 
     def sample(self) -> Mapping[str, float]:
-        found = {}
-        for thread in self._threads():
-            percent = self._waits.percent(thread)
-            if percent is not None:
-                found[f"thread {thread}"] = percent
-            else:
-                with suppress(ValueError):  # another sampler removed it
-                    threads.remove(thread)
+        found, main = {}, os.getpid()
+        for thread in tuple(threads):
+            if thread in self._last or (thread != main and len(self._last) < _MOST_THREADS):
+                percent = self._percent(thread)
+                if percent is not None:
+                    found[f"thread {thread}"] = percent
+                else:
+                    with suppress(ValueError):  # another sampler removed it
+                        threads.remove(thread)
         return found
 
-    def _threads(self) -> Iterator[int]:
-        for thread in tuple(threads):
-            if thread in self._seen or (thread != os.getpid() and len(self._seen) < _MOST_THREADS):
-                self._seen.add(thread)
-                yield thread
+    def _percent(self, thread: int) -> float | None:
+        """Return the waits of a thread in percent of the time since the last call for it; 0 at the first
+        call, and None if the thread has ended.
+        """
+        is_new = thread not in self._files
+        try:
+            if is_new:
+                self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+            at_ns = time.monotonic_ns()
+            waited_ns = int(os.pread(self._files[thread], 64, 0).split()[1])
+        except ours(OSError):
+            if thread in self._files:
+                os.close(self._files.pop(thread))
+            return None
+        before_ns, until_then_ns = (at_ns, waited_ns) if is_new else self._last[thread]
+        self._last[thread] = at_ns, waited_ns
+        if at_ns == before_ns:
+            return 0.0
+        return min(100.0, 100 * (waited_ns - until_then_ns) / (at_ns - before_ns))
 
     def close(self) -> None:
-        self._waits.close()
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+class CoreWait(ThreadCoreWait):
+    """The same of the main thread."""
+
+    name = CORE_WAIT
+
+    def sample(self) -> Mapping[str, float]:
+        percent = self._percent(os.getpid())
+        return {} if percent is None else {"": percent}
 
 
 class DiskSleep(CounterSource):
@@ -206,17 +176,22 @@ def process_load() -> Iterator[CounterSource]:
         yield DiskSleep()
 
 
-class _Pauses:
-    """Lengths of the collector's runs, by `gc.callbacks`. No lock: a run may begin at any allocation.
+class GarbageShare(CounterSource):
+    """Time in the collector, in percent of the time since the previous sample. It knows the lengths of the
+    collector's runs by `gc.callbacks`. No lock: a run may begin at any allocation.
 
     The callback is a chain of C functions. In a callback of Python code, an exception that a signal's handler
     raises would be printed as ignored, and never reach the code that the signal was meant for.
     """
 
+    name = GC
+    unit = "%"
+    kind: CounterKind = "interval"
+
     def __init__(self) -> None:
-        self.sum_ns = 0
         self.longest_ns = 0
-        """Longest run of the collector in ns since the last call of `take_longest`."""
+        """Longest run of the collector in ns since `LongestPause` was sampled."""
+        self._at_ns, self._paused_ns = time.monotonic_ns(), 0
         self._times: dict[int, int] = {}
         """{number: monotonic ns}: two at the start of a run and two at its end, one for each argument."""
         self._read = 0
@@ -227,41 +202,20 @@ class _Pauses:
     def read(self) -> None:
         """Add the collector's runs that have ended since the last call."""
         while self._read + 3 in self._times:
-            began_ns, _, ended_ns, _ = (self._times.pop(self._read + place) for place in range(4))
+            began_ns, _, ended_ns, _ = map(self._times.pop, range(self._read, self._read + 4))
             self._read += 4
-            self.sum_ns += ended_ns - began_ns
+            self._paused_ns += ended_ns - began_ns
             self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
 
-    def take_longest(self) -> int:
-        self.read()
-        longest_ns, self.longest_ns = self.longest_ns, 0
-        return longest_ns
-
-    def end(self) -> None:
-        if self._called in gc.callbacks:
-            gc.callbacks.remove(self._called)
-
-
-class GarbageShare(CounterSource):
-    """Time in the collector, in percent of the time since the previous sample."""
-
-    name = GC
-    unit = "%"
-    kind: CounterKind = "interval"
-
-    def __init__(self, pauses: _Pauses) -> None:
-        self._pauses = pauses
-        self._at_ns, self._sum_ns = time.monotonic_ns(), 0
-
     def sample(self) -> Mapping[str, float]:
-        self._pauses.read()
-        at_ns, sum_ns = time.monotonic_ns(), self._pauses.sum_ns
-        passed_ns, paused_ns = at_ns - self._at_ns, sum_ns - self._sum_ns
-        self._at_ns, self._sum_ns = at_ns, sum_ns
+        self.read()
+        at_ns, paused_ns = time.monotonic_ns(), self._paused_ns
+        passed_ns, self._at_ns, self._paused_ns = at_ns - self._at_ns, at_ns, 0
         return {"": 100 * paused_ns / passed_ns} if passed_ns > 0 else {}
 
     def close(self) -> None:
-        self._pauses.end()
+        if self._called in gc.callbacks:
+            gc.callbacks.remove(self._called)
 
 
 class LongestPause(CounterSource):
@@ -271,18 +225,20 @@ class LongestPause(CounterSource):
     unit = "ms"
     kind: CounterKind = "interval"
 
-    def __init__(self, pauses: _Pauses) -> None:
-        self._pauses = pauses
+    def __init__(self, garbage: GarbageShare) -> None:
+        self._garbage = garbage
 
     def sample(self) -> Mapping[str, float]:
-        return {"": self._pauses.take_longest() / 1e6}
+        self._garbage.read()
+        longest_ns, self._garbage.longest_ns = self._garbage.longest_ns, 0
+        return {"": longest_ns / 1e6}
 
 
 def garbage() -> Iterator[CounterSource]:
     """Yield the sources of the collector."""
-    pauses = _Pauses()
-    yield GarbageShare(pauses)
-    yield LongestPause(pauses)
+    share = GarbageShare()
+    yield share
+    yield LongestPause(share)
 
 
 class AllocatorBytes(CounterSource):
@@ -365,8 +321,8 @@ class MemoryPressure(CounterSource):
 
     def _total_us(self) -> int:
         with open(self.file, "rb") as file:
-            full = next(line for line in file if line.startswith(b"full"))
-        return int(full.rpartition(b"total=")[2])
+            full = file.read().partition(b"full ")[2]
+        return int(full.partition(b"total=")[2].partition(b"\n")[0])
 
 
 def host_load(claim: HostClaim) -> Iterator[CounterSource]:
@@ -377,7 +333,7 @@ def host_load(claim: HostClaim) -> Iterator[CounterSource]:
         yield HostCpu(claim)
         try:
             pressure = MemoryPressure()
-        except ours(OSError, ValueError, StopIteration):  # the kernel was built without it
+        except ours(OSError, ValueError):  # the kernel was built without it
             return
         yield pressure
 

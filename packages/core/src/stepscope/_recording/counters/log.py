@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic_ns
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ WRITE_NS = 900_000_000
 MOST_SAMPLES = 100_000
 """Largest number of samples in one file: almost three hours at 10 Hz. Further ones are dropped and
 counted."""
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode_lines
 
 
 class CounterLog:
@@ -145,9 +144,8 @@ class CounterLog:
         if ticks:
             self._until_ns = ticks[-1].at_ns
 
-    def _append(self, file: FileIO, lines: Iterable[records.Line]) -> None:
-        data = b"".join(_encode(line) + b"\n" for line in lines)
-        self._size = append_whole(file.fileno(), self._size, data)
+    def _append(self, file: FileIO, lines: list[records.Line]) -> None:
+        self._size = append_whole(file.fileno(), self._size, _encode(lines))
 
 
 def _sample(tick: Tick) -> records.Sample:

@@ -287,13 +287,12 @@ class Sampler:
         try:
             sampled = source.sample()
             (self._slow.add if monotonic_ns() - began_ns > _SLOW_NS else self._slow.discard)(id(source))
-            # float: numpy's numbers are no JSON
-            numbers = ((self._number(source, of), float(value)) for of, value in sampled.items())
-            return {
-                number: rounded(value)
-                for number, value in numbers
-                if number is not None and math.isfinite(value)
-            }
+            values = dict[int, float]()
+            for of, value in sampled.items():
+                number, value = self._number(source, of), float(value)  # numpy's numbers are no JSON
+                if number is not None and math.isfinite(value):
+                    values[number] = rounded(value)
+            return values
         except ours() as error:
             self._sources.remove(source)
             self.absent[source.name] = failures.describe(error)
