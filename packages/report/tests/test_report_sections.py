@@ -20,7 +20,7 @@ from tests.tree import ROOT
 
 TOY = """
 import msgspec
-from stepscope_report.section import Paragraph, TextTable
+from stepscope_report.block import Paragraph, TextTable
 from stepscope_report.html.page import tag
 from stepscope_report.section import Section
 from stepscope_report.report import HEALTH
