@@ -1,4 +1,4 @@
-"""All rows of `stepscope doctor`, in a useful order of reading, and those of the nodes of a Ray cluster."""
+"""All rows of `stepscope doctor` in a useful order, and the rows of a Ray cluster's nodes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from stepscope_report.doctor.machine import (
 ANSWER_S = 30.0
 EXCHANGES = 20
 TOLERABLE_NS = 50_000_000
-"""Largest tolerable offset of a clock. Beyond it, the logs of two nodes visibly disagree."""
+"""Largest acceptable offset of a node's clock, in ns. With more, the logs of two nodes visibly disagree."""
 
 
 def nodes(address: str) -> Iterator[Row]:
-    """Yield a row for each node of the cluster at `address` (`auto`, `host:port`).
+    """Yield a row for each node of the Ray cluster at `address` (`auto`, `host:port`).
 
-    Joins the cluster and leaves it afterwards, unless this process has joined it before.
+    Joins the cluster and leaves it afterwards, unless this process had joined it before.
     """
     if installed("ray") is None:
         yield red("cluster", "ray is not installed here", "pip install 'stepscope[ray]'")
@@ -112,7 +112,7 @@ def _exchange(probe: Any) -> Exchange:
 
 
 class _Probe:
-    """Actor that answers from the node."""
+    """Actor that answers questions about its node."""
 
     def now(self) -> tuple[int, int]:
         heard_ns = time.time_ns()
@@ -123,7 +123,9 @@ class _Probe:
 
 
 def engines() -> Iterator[Row]:
-    """Yield a row for each adapter of an engine, and for each adapter of ours that is not installed."""
+    """Yield a row for each adapter of an engine, and for each adapter of this project that is not
+    installed.
+    """
     adapters = {point.name: point for point in entry_points("stepscope.engines")}
     for point in adapters.values():
         yield from _of_adapter(point)
@@ -136,7 +138,7 @@ def engines() -> Iterator[Row]:
 def _without_adapter(name: str) -> Row:
     try:
         is_here = find_spec(name) is not None
-    except (ImportError, ValueError):  # a module that was put into sys.modules by hand
+    except (ImportError, ValueError):  # a module that someone put into sys.modules by hand
         is_here = True
     if not is_here:
         return absent(name, "neither the engine nor its adapter is installed here")
@@ -161,7 +163,7 @@ def _of_adapter(point: metadata.EntryPoint) -> Iterator[Row]:
 def _range(point: metadata.EntryPoint) -> Supported | None:
     try:
         return None if point.dist is None else stated_in(point.dist.requires or ())
-    except Exception:  # damaged metadata, which has a row of its own
+    except Exception:  # damaged metadata has a row of its own
         return None
 
 
@@ -191,8 +193,8 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     """Yield the rows of this machine one by one, because some take seconds.
 
     Args:
-        config_file: The configuration of the run, or None for what STEPSCOPE_CONFIG and the environment say.
-        ray_address: Address of a cluster whose nodes are examined too, or None for no cluster.
+        config_file: Configuration of the run. None for what STEPSCOPE_CONFIG and the environment say.
+        ray_address: Address of a Ray cluster whose nodes are examined too. None for no cluster.
     """
     yield from _check("python", machine.python)
     yield from _check("stepscope", machine.own_packages)
@@ -220,7 +222,9 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
 
 
 def _rows_of(point: EntryPoint, tool: str) -> Iterator[Row]:
-    """Yield a package's rows. A row for a missing part that the configured `tool` needs is red."""
+    """Yield the rows that one package adds. A row on a missing part is red if the configured `tool` needs the
+    part.
+    """
     for row in point.load()():
         if (tool, row.subject, row.state) == ("npu", "torch_npu", "absent"):
             yield red(row.subject, "not installed, and `tool` is npu", INSTALL_TORCH_NPU)
@@ -232,7 +236,7 @@ def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
     try:
         config = resolve(file)
         if config.tool not in {point.name for point in machine.entry_points("stepscope.backends")}:
-            check_tool(config)  # says which there are
+            check_tool(config)  # names the tools that exist
         check_finish(config)
     except ConfigError as error:
         return error
@@ -243,7 +247,7 @@ def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
 
 
 def _check(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Row]:
-    """Yield the rows, and a red row for an error: one broken library must not hide the others."""
+    """Yield the rows. An error becomes a red row, so that one broken library does not hide the other rows."""
     try:
         outcome = rows()
         yield from (outcome,) if isinstance(outcome, Row) else outcome

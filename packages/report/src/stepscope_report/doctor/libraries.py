@@ -1,6 +1,6 @@
-"""torch and the profilers below it, nsys, nvtx and Ray.
+"""Rows on torch and the profilers below it, nsys, nvtx and Ray.
 
-Run as a program, this module prints what torch answers as JSON: a process of its own, because importing
+As a program, this module prints facts about torch as JSON. It runs in a process of its own, because importing
 torch takes seconds and may crash.
 """
 
@@ -23,25 +23,26 @@ from stepscope.engines.supported import numbers
 from stepscope_report.doctor.machine import DAMAGED, Row, absent, amber, damaged, green, installed, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-"""Variables that the tools which record a process from outside set in its environment."""
+"""Variables that are set in a process which a tool of NVIDIA records from outside."""
 DRIVER = "/proc/driver/nvidia/version"
-"""A file that exists where NVIDIA's driver is loaded."""
+"""File that exists if NVIDIA's driver is loaded."""
 OLDEST_RAY = (2, 47)
 NSYS_S = 30.0
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 SAMPLED_UP_TO = 2
-"""The level above which nsys samples no CPU, by its installation guide."""
+"""Highest value of `perf_event_paranoid` with which nsys can sample CPUs, by its installation guide."""
 _TORCH_S = 120.0
 _MARK = "stepscope: "
-"""Prefix of torch's answer, because an imported library may print too."""
+"""Prefix of the line with the facts, because imported libraries may print lines too."""
 
 
 class ProbeError(Exception):
-    """Failure of the process to answer, with its last line of output."""
+    """The process with torch did not answer. The text has its last line of output."""
 
 
 def ask_torch() -> dict[str, Any]:
-    """Return facts of torch on this machine: version, CUDA, devices, and the events of one window.
+    """Return facts about torch on this machine: version, CUDA, devices, and the events that a short profile
+    recorded.
 
     Raises:
         ProbeError: torch cannot be imported, or the process ended or hung.
@@ -58,12 +59,14 @@ def ask_torch() -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise ProbeError(f"no answer within {_TORCH_S:g} s") from None
-    except (OSError, ValueError, TypeError) as error:  # no such Python any more, or none that is named
+    except (OSError, ValueError, TypeError) as error:  # this Python no longer exists, or is unknown
         raise ProbeError(f"{sys.executable!r} cannot be started: {error}") from None
     if done.returncode:
         words = done.stderr.strip().splitlines()
         raise ProbeError(words[-1] if words else f"it ended with {done.returncode}")
-    answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]  # others print there too
+    answers = [
+        line for line in done.stdout.splitlines() if line.startswith(_MARK)
+    ]  # libraries print lines too
     if not answers:
         raise ProbeError("it exited with 0 and printed no answer (is sys.stdout replaced here?)")
     answer: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
@@ -71,7 +74,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def _torch_answers() -> dict[str, Any]:
-    """Record one operator with torch.profiler and return the facts. Runs in the process of the probe."""
+    """Profile one operator with torch.profiler and return the facts. Runs in the process with torch."""
     torch: Any = import_module("torch")
     kinds = torch.profiler.ProfilerActivity
     possible = torch.profiler.supported_activities()
@@ -95,7 +98,7 @@ def _torch_answers() -> dict[str, Any]:
 
 
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
-    """Yield rows on torch, the device, and a profiler window that should record both."""
+    """Yield rows on torch, on the device, and on a short profile that should record both."""
     try:
         missing = find_spec("torch") is None
     except (ImportError, ValueError) as error:
@@ -150,7 +153,7 @@ def _device(seen: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Row
 
 
 def nsys(tool: str) -> Row:
-    """Return a row on Nsight Systems, which is needed if `tool` is nsys."""
+    """Return a row on Nsight Systems. A missing nsys is red only if `tool` is nsys."""
     path = shutil.which("nsys")
     if path is None:
         if tool != "nsys":
@@ -179,7 +182,9 @@ def nsys(tool: str) -> Row:
 
 
 def nsys_report(tool: str) -> Iterator[Row]:
-    """Yield rows on a report that nsys makes of a program with one NVTX range, if `tool` is nsys."""
+    """Yield rows on a report that nsys makes of a program with one NVTX range. Nothing unless
+    `tool` is nsys.
+    """
     path = shutil.which("nsys")
     if tool != "nsys" or path is None:
         return
@@ -212,13 +217,13 @@ _MARKERS = "from stepscope.backends.nsys import markers; print(markers())"
 
 
 def nsys_permissions() -> Iterator[Row]:
-    """Yield a row if the kernel keeps nsys from sampling CPUs. CUDA and NVTX need no permission."""
+    """Yield a row if the kernel forbids nsys to sample CPUs. CUDA and NVTX need no permission."""
     if shutil.which("nsys") is None or os.geteuid() == 0:
         return
     try:
         level = int(PARANOID.read_text())
     except (OSError, ValueError):
-        return  # not on this system
+        return  # another system
     if level > SAMPLED_UP_TO:
         finding = f"{PARANOID} is {level}: nsys traces CUDA and NVTX here and samples no CPU"
         fix = f"sysctl kernel.perf_event_paranoid={SAMPLED_UP_TO}; or nsys: {{extra: {{sample: none}}}}"
@@ -233,7 +238,7 @@ def nvtx() -> Row:
 
 
 def nvml() -> Iterator[Row]:
-    """Yield a row on the package that reads GPUs' counters, where NVIDIA's driver is loaded."""
+    """Yield a row on the package that reads the counters of GPUs, if NVIDIA's driver is loaded."""
     if not os.path.exists(DRIVER):
         return
     package = "nvidia-ml-py"
@@ -257,7 +262,7 @@ def ray() -> Row:
 
 
 def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
-    """Yield a row for each variable that points a tool of NVIDIA's at this process."""
+    """Yield a row for each variable that lets a tool of NVIDIA record this process."""
     for name in INJECTED:
         value = environ.get(name)
         if not value:

@@ -1,4 +1,4 @@
-"""A row of `stepscope doctor`, and the rows of this machine: Python, our packages, folders of captures."""
+"""The record of a row of `stepscope doctor`, and the rows on Python, this project's packages, and folders."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from stepscope.errors import ConfigError
 from stepscope.files import switch
 
 State: TypeAlias = Literal["green", "amber", "red", "absent"]
-"""`green`: works. `amber`: works, with something to know. `red`: will not work. `absent`: not installed, and
-nothing here needs it."""
+"""`green`: works. `amber`: works, with a remark. `red`: will not work. `absent`: not installed and not needed
+here."""
 _LONGEST = 1000
-"""Length in characters at which a text of a row is cut."""
+"""Number of characters at which the text of a row is cut."""
 
 
 def _shown(text: str) -> str:
-    """Return one printable line of limited length: a finding may hold bytes that are no text."""
+    """Return the text as one printable line of limited length."""
     line = " ".join(text.split())
     clean = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}..."
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `stepscope doctor`."""
+    """One row of `stepscope doctor`."""
 
     subject: str
-    """Subject: `torch`, `disk`."""
+    """The examined part, such as `torch` or `disk`."""
     state: State
     found: str
-    """Finding, with its numbers."""
+    """What was found, with numbers."""
     fix: str | None = None
-    """Remedy; every red row has one."""
+    """Remedy. Every red row has one; None for rows without."""
 
     def __post_init__(self) -> None:
         for field in ("subject", "found", "fix"):
@@ -84,7 +84,7 @@ def python() -> Row:
 
 
 def own_packages() -> Row:
-    """Return a row on stepscope's distributions, which must all have one version."""
+    """Return a row on stepscope's distributions, which must all have the same version."""
     versions = {name: version for name in OURS if (version := installed(name)) is not None}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none is installed"
     listed += f"; used from {Path(str(stepscope.__file__)).parent}"
@@ -102,7 +102,9 @@ def own_packages() -> Row:
 
 
 def damaged_packages() -> Iterator[Row]:
-    """Yield a row for each package with unreadable metadata, which adapters and backends are found by."""
+    """Yield a row for each package with unreadable metadata. Adapters and backends are found through
+    metadata.
+    """
     for distribution in metadata.distributions():
         try:
             name = distribution.metadata["Name"]
@@ -118,8 +120,8 @@ def damaged_packages() -> Iterator[Row]:
 
 
 def entry_points(group: str) -> list[metadata.EntryPoint]:
-    """Return the entry points of all packages whose metadata can be read: `importlib.metadata` gives up at
-    the first that cannot.
+    """Return the entry points of all packages with readable metadata. `importlib.metadata` itself would stop
+    at the first unreadable one.
     """
     try:
         return list(metadata.entry_points(group=group))
@@ -140,7 +142,7 @@ def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
 
 
 def plug_ins() -> Iterator[Row]:
-    """Yield a row for each package of others that adds parts to stepscope. Its parts are loaded."""
+    """Yield a row for each package of others that adds parts to stepscope. The parts are loaded as a test."""
     for distribution in metadata.distributions():
         points = [point for point in _points(distribution) if point.group.startswith("stepscope.")]
         name = _name(distribution) if points else None
@@ -155,7 +157,7 @@ def plug_ins() -> Iterator[Row]:
 
 
 def _name(distribution: metadata.Distribution) -> str | None:
-    """Return the name of a package, or None if its metadata is damaged, which has a row of its own."""
+    """Return the name of a package, or None if its metadata is damaged."""
     try:
         return distribution.name or None
     except Exception:
@@ -171,7 +173,7 @@ def _failure_to_load(point: metadata.EntryPoint) -> str | None:
 
 
 def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
-    """Yield a row for a valid configuration, or one for each mistake in it."""
+    """Yield a row for a valid configuration, or one for each error in it."""
     if isinstance(config, ConfigError):
         for error in (config, *config.also):
             finding = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
@@ -185,8 +187,10 @@ def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
 
 
 def save_path(config: ProfileConfig | None) -> Row:
-    """Return a row on the run's folder: whether it can be written, and its free space. `config` is None if
-    the configuration does not say which folder that is.
+    """Return a row on the run's folder: whether it can be written, and its free space.
+
+    Args:
+        config: None if the configuration has errors, so that the folder is unknown.
     """
     if config is None:
         return amber("save_path", "not checked: the configuration is wrong", "correct it: see above")
@@ -207,7 +211,7 @@ def save_path(config: ProfileConfig | None) -> Row:
 
 
 def shared_memory() -> Row:
-    """Return a row on /dev/shm, which Ray's object store and the engines' workers use."""
+    """Return a row on /dev/shm, which Ray's object store and the workers of engines use."""
     where = SHARED_MEMORY
     try:
         usage = shutil.disk_usage(where)
@@ -234,7 +238,9 @@ def shared_memory() -> Row:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or "damaged" if its metadata has none."""
+    """Return the version of an installed distribution; "damaged" if its metadata has none; None if it is not
+    installed.
+    """
     try:
         return metadata.version(distribution) or DAMAGED
     except metadata.PackageNotFoundError:

@@ -1,5 +1,5 @@
-"""Parts that all pages share: safe markup, the frame, which loads nothing, sections, tables, lists, and the
-colours of stages.
+"""Parts that all pages share: markup, the frame of a page, sections, tables, lists, and colours of stages. A
+page loads nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepscope_report.formatting import plain
 
 
 class Html(str):
-    """Markup, safe by its type. Every other `str` is text, and is escaped when it is put into markup."""
+    """Markup. Every other `str` is plain text and is escaped when it is put into markup."""
 
     __slots__ = ()
 
@@ -29,12 +29,16 @@ EMPTY = Html("")
 
 
 def text(value: str) -> Html:
-    """Return `value` as text or as an attribute's value. Control characters become visible escapes."""
+    """Return plain text as markup, also for the value of an attribute. Control characters become visible
+    escapes.
+    """
     return Html(escape(value if value.isprintable() else plain(value)))
 
 
 def tag(name: str, *children: str | Html, **attributes: str | int | None) -> Html:
-    """Return an element: `tag("td", "a < b", class_="n", data_t="...")`. An attribute of None is left out."""
+    """Return an element: `tag("td", "a < b", class_="n", data_t="...")`. Attributes with the value None are
+    left out.
+    """
     inner = "".join(child if isinstance(child, Html) else text(child) for child in children)
     return Html(f"<{name}{_attributes(attributes)}>{inner}</{name}>")
 
@@ -53,10 +57,10 @@ def _attributes(attributes: dict[str, str | int | None]) -> str:
 
 _SECTION = re.compile(r'<section id="([^"]+)"><h2>(.*?)</h2>')
 _FEW = 4
-"""A page with at least this many sections has a table of contents."""
+"""Number of sections from which a page has a table of contents."""
 ROWS = 24
-"""Number of rows of a table that are visible at once. A longer table scrolls; a printed page shows only these
-rows."""
+"""Number of rows that a table shows at once. A longer table scrolls on the screen, and is cut off on
+paper."""
 
 
 @cache
@@ -65,10 +69,12 @@ def _resource(name: str) -> str:
 
 
 def page(title: str, *body: Html, groups: Mapping[str, str] | None = None) -> str:
-    """Return a whole document. Its policy lets only the page's own script run, and nothing be loaded.
+    """Return a whole document. Its content security policy lets only the page's own script run and forbids
+    loading anything.
 
     Args:
-        groups: {name: the section in front of it}: the links at the top. None for a link to each section.
+        groups: Links at the top of the page: anchor of a section by name of the link. None for a link to
+            each section.
     """
     script, content = _resource("page.js"), "".join(body)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -89,13 +95,13 @@ def page(title: str, *body: Html, groups: Mapping[str, str] | None = None) -> st
 
 
 def first_section(content: str) -> str | None:
-    """Return the anchor of the first section in some markup."""
+    """Return the anchor of the first section in the markup, or None if it has no section."""
     found = _SECTION.search(content)
     return None if found is None else found[1]
 
 
 def _contents(content: str, groups: Mapping[str, str] | None) -> Html:
-    """Return the table of contents, which stays in view."""
+    """Return the links at the top, which stay visible while the page scrolls."""
     if groups is not None:
         return tag("nav", *(tag("a", name, href=f"#{anchor}") for name, anchor in groups.items()))
     sections = _SECTION.findall(content)
@@ -105,19 +111,19 @@ def _contents(content: str, groups: Mapping[str, str] | None) -> Html:
 
 
 def section(name: str, title: str, *body: Html, note: str = "") -> Html:
-    """Return a titled part of a page. `name` is its anchor."""
+    """Return a titled section of a page. `name` is its anchor."""
     explained = tag("p", note, class_="note") if note else EMPTY
     return tag("section", tag("h2", title), *body, explained, id=name)
 
 
 def draw_section(name: str, title: str, blocks: Iterable[Block]) -> Iterator[Html]:
-    """Yield a section of tables and lists. Nothing without a block."""
+    """Yield a section with the blocks, or nothing if there are no blocks."""
     if parts := [draw(block, title) for block in blocks]:
         yield section(name.replace("_", "-"), title, *parts)
 
 
 def draw(block: Block, heading: str = "") -> Html:
-    """Return a block as a page shows it. Its title is left out as far as the heading above says it."""
+    """Return a block as markup. Words of its title that `heading` already has are left out."""
     if isinstance(block, Paragraph):
         return tag("p", block.text, class_="said")
     words = block.title.removeprefix(heading).lstrip(": ")
@@ -132,7 +138,7 @@ def draw(block: Block, heading: str = "") -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: str = "") -> Html:
-    """Return a table. A column whose name starts with `>` holds numbers."""
+    """Return a table. Columns whose name starts with `>` hold numbers."""
     classes = ["n" if column.startswith(">") else None for column in columns]
     head = tag("tr", *(tag("th", c.lstrip(">"), class_=k) for c, k in zip(columns, classes, strict=True)))
     lines = [
@@ -146,9 +152,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: st
 
 
 def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:
-    """Return a titled list. The end of a long list is folded; a printed page only gives its number of
-    lines.
-    """
+    """Return a titled list. The end of a long list is folded; on paper, only its number of lines is shown."""
     seen, rest = lines[: ROWS // 2], lines[ROWS // 2 :]
     start = join(tag("h3", title) if title else EMPTY, _bullets(seen, kind))
     if not rest:
@@ -161,24 +165,24 @@ def _bullets(lines: Sequence[str], kind: str) -> Html:
 
 
 def swatched(colour: str, name: str) -> Html:
-    """Return a name behind a swatch of its colour, a class of `page.css`."""
+    """Return a name after a swatch of its colour. `colour` is a class of `page.css`."""
     return join(tag("i", class_=f"swatch {colour}"), tag("span", name))
 
 
 def legend(names: Iterable[tuple[str, str]]) -> Html:
-    """Return a legend of (colour, name) on one line."""
+    """Return a legend on one line. Each name is (CSS class of the colour, text)."""
     items = (tag("span", tag("i", class_=f"swatch {colour}"), name) for colour, name in names)
     return tag("p", *items, class_="legend")
 
 
 def mark(colour: str, at: float, part: float, whole: float, hover: str) -> Html:
-    """Return a piece of a bar, with the text under the pointer."""
+    """Return a piece of a bar. `hover` is the text under the pointer."""
     place = f"left:{percent(at, whole)};width:{percent(part, whole)}"
     return tag("i", class_=f"m {colour}", style=place, data_t=hover)
 
 
 def stacked(parts: Iterable[tuple[str, float, str]], whole: float) -> Html:
-    """Return a bar of (colour, length, text under the pointer), drawn side by side."""
+    """Return a bar of pieces side by side. Each piece is (CSS class, length, text under the pointer)."""
     marks, at = [], 0.0
     for colour, part, hover in parts:
         marks.append(mark(colour, at, part, whole, hover))
@@ -187,7 +191,9 @@ def stacked(parts: Iterable[tuple[str, float, str]], whole: float) -> Html:
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a CSS length in percent, precise to a thousandth of a pixel on a laptop's screen."""
+    """Return a length for CSS as a percentage of `whole`, exact to a thousandth of a pixel on a laptop's
+    screen.
+    """
     return f"{100 * part / whole:.6g}%" if whole else "0%"
 
 
@@ -200,21 +206,21 @@ COMMON = {
     "forward": 14, "backward": 15, "optimizer": 16, "sync_weights": 10, "update_weights": 10, "load_data": 17,
     "save_checkpoint": 18,
 }  # fmt: skip
-"""The colours of common stages: numbers of the classes `c0` to `c18` of `page.css`."""
+"""Colours of common stages: the number in their CSS class, `c0` to `c18`."""
 _LEGEND = 20
-"""Most names in a legend."""
+"""Largest number of names in a legend."""
 _HASHED = range(14, 24)
-"""Numbers of the classes among which the names of all other stages choose."""
+"""Numbers in the CSS classes of all other stages. The number is chosen by a hash of the stage's name."""
 
 
 def colour_of(stage: str) -> str:
-    """Return the class of a stage's name, which is the same on all pages."""
+    """Return the CSS class of a stage's colour, which is the same on all pages."""
     number = COMMON.get(stage)
     return f"c{_HASHED[crc32(stage.encode()) % len(_HASHED)] if number is None else number}"
 
 
 class Colours:
-    """The class of each stage on a page, by its name alone: a stage of two roles has one colour."""
+    """CSS classes of the colours of a page's stages. A stage of two roles has one colour."""
 
     def __init__(self, labels: Iterable[Label], waiting: Iterable[Label] = ()) -> None:
         """
@@ -236,7 +242,7 @@ class Colours:
         return swatched(self.of(label), name)
 
     def legend(self, used: Iterable[Label]) -> Html:
-        """Return the legend of the stages used in one chart, in the page's order."""
+        """Return the legend of the stages that a chart uses, in the page's order."""
         drawn = set(used)
         names = dict.fromkeys((self.of(label), label[1]) for label in self.labels if label in drawn)
         shown = [*names][:_LEGEND]

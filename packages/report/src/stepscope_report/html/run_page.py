@@ -30,15 +30,15 @@ from stepscope_report.sections.breakdown import BESIDE, LINES, OVERVIEW_NOTES, o
 from stepscope_report.sections.health import say_others
 
 OTHERS = ("profiler", "unaccounted")
-"""Lines of the account that are no stages."""
+"""Kinds of lines in the account that are no stages."""
 CHANGES = 5
-"""Number of changes from the previous step that are listed for each step, the largest first."""
+"""Number of changes from the previous step that are listed for each step: the largest."""
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
     report: StepReport
     href: str | None
-    """The step's page, relative to the run's."""
+    """Path of the step's page, relative to the run's page. None if there is no page."""
 
 
 def render_run(
@@ -47,9 +47,9 @@ def render_run(
     """Return the page of a run.
 
     Args:
-        steps: At least one, in order, of one run.
-        unreadable: A line for each step that could not be read.
-        others: {id of another run in the folder: its steps that are left out}.
+        steps: Steps of one run in order, at least one.
+        unreadable: A line with the reason for each step that could not be read.
+        others: Steps of other runs in the folder, which are left out, by the id of the run.
     """
     reports = [step.report for step in steps]
     lines = (line for report in reports for line in report.breakdown.lines if line.waits)
@@ -63,7 +63,7 @@ def render_run(
 
 
 def _labels(reports: Sequence[StepReport]) -> list[Label]:
-    """Return the stages of all steps, the largest share first."""
+    """Return the stages of all steps by their total share, the largest first."""
     wall_ns: Counter[Label] = Counter()
     for report in reports:
         for line in report.breakdown.lines:
@@ -109,7 +109,7 @@ def _step(step: RunStep, longest_ns: int, colours: Colours) -> tuple[str | Html,
 
 
 def _bars(report: StepReport, colours: Colours) -> Iterator[tuple[str, int, str]]:
-    """Yield stages in the page's order and not in the step's, so that the steps can be compared."""
+    """Yield a step's stages in the page's order, so that the bars of the steps can be compared."""
     order = {label: place for place, label in enumerate(colours.labels)}
     lines = sorted(
         report.breakdown.lines, key=lambda line: order.get((line.role or "", line.stage or ""), len(order))
@@ -122,7 +122,9 @@ def _bars(report: StepReport, colours: Colours) -> Iterator[tuple[str, int, str]
 
 
 def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
-    """Return wall time by stage and step, shaded against the stage's median."""
+    """Return a table of wall time by stage and step. Cells are shaded by their distance from the stage's
+    median.
+    """
     columns = ("stage", *(f">{report.step}" for report in reports), ">median")
     walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
     kinds = [kind for kind in OTHERS if any(_of_kind(report, kind) for report in reports)]
@@ -143,8 +145,8 @@ def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours
 
 
 def _shade(ns: int, median_ns: int, least_ns: int) -> str:
-    """Return the CSS class of a cell by its distance from the median, in tenths; empty if the distance is too
-    small to matter.
+    """Return the CSS class of a cell by its distance from the median, in tenths. Empty if the distance is
+    small.
     """
     if abs(ns - median_ns) < max(least_ns, 1):
         return "shade"

@@ -1,4 +1,4 @@
-"""One step's page."""
+"""The page of one step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Word(NamedTuple):
     name: str
     meaning: str
     place: str
-    """File and heading in the docs."""
+    """File and heading in the docs that explain the word."""
 
 
 WORDS = (
@@ -59,10 +59,11 @@ WORDS = (
 
 
 def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile] = ()) -> str:
-    """Return the page of one step. `files` are the files that it links to; none is read.
+    """Return the page of one step.
 
     Args:
-        report: The report of the same timeline.
+        report: The report of `timeline`.
+        files: Files of the step that the page links to. They are not read.
     """
     timeline, _ = few_names(timeline)
     groups = dict(_groups(_page(timeline, report, files)))
@@ -81,7 +82,7 @@ def _page(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> 
 
 
 def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:
-    """Yield the groups of the page's sections by name, without empty ones."""
+    """Yield the groups of sections by name. Empty groups are left out."""
     drawn: list[list[Html]] = [[] for _ in GROUPS]
     drawn[OVERVIEW].append(draw_when(page))
     for part in SECTIONS:
@@ -94,9 +95,10 @@ def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:
-    """Return the stages, the one with the longest visible time in the charts first.
+    """Return the stages by the longest time that they take in one process, the longest first.
 
-    Their share would not do: much of that time is split among stages.
+    That time is their length in the charts. Their share of the step is shorter if they ran beside other
+    stages.
     """
     seen: dict[Label, int] = {}
     for stage in stages:
@@ -124,7 +126,9 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 
 
 def _ended(health: Health) -> list[Html]:
-    """Return the notes on an early end of the capture, which a reader must know before anything below."""
+    """Return the notes on an early end of the capture and on missing data. They come before
+    everything else.
+    """
     ended, again = say_ended(health), say_again(health)
     incomplete = say_incomplete(health)
     parts = [tag("p", ended, class_="said bad")] if ended else []
@@ -171,7 +175,7 @@ def _facts(timeline: Timeline, report: StepReport) -> Iterator[Html]:
 
 
 def _headline(report: StepReport) -> str:
-    """Return the step's cause if there is one, else its time and its largest stage."""
+    """Return the cause of a slow step; without a cause, the step's duration and its largest stage."""
     if report.cause is not None:
         return report.cause.sentence
     breakdown, usual = report.breakdown, report.baseline
@@ -187,7 +191,9 @@ def _headline(report: StepReport) -> str:
 
 
 def legend_of_words() -> Html:
-    """Return the section that explains words. Only its links leave the page."""
+    """Return the section that explains words, with links to the docs. No other part of the page links to the
+    outside.
+    """
     parts = list[Html]()
     for word in WORDS:
         link = tag("a", word.name, href=DOCS + word.place, rel="noreferrer")

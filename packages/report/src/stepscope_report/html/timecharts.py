@@ -1,4 +1,6 @@
-"""Charts over the step's time: the Gantt by process, and the trajectories' lanes. One axis, one zoom."""
+"""Charts over the time of the step: calls by process, and trajectories in lanes. Both have the same axis and
+zoom.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,21 @@ from stepscope_report.formatting import count, duration
 from stepscope_report.html.page import Colours, Html, join, legend, percent, section, tag, text
 
 LANE = 13
-"""Pixels of a lane in which a name can be read."""
+"""Height in pixels from which a lane shows names."""
 TALL = 600
-"""Pixels that the lanes of a chart may take together, if each is no higher than three of the least."""
+"""Height in pixels that all lanes of a chart should take together. A lane is at least `LANE` and at most
+three times `LANE` high."""
 NAMED = 0.06
-"""A mark is named in the chart if it takes at least this part of the window."""
+"""A mark shows its name if it takes at least this share of the chart's width."""
 LABELLED_STRIP = 9
-"""In strips lower than this many pixels, only about every 64 pixels show a name; the pointer shows the
-others."""
+"""Height in pixels of a strip from which every row shows its name. Of lower strips, about one in 64 pixels
+does; the pointer shows the others' names."""
 EARLY = 1000
 """A call is drawn as begun before the step if at least 1 / `EARLY` of the step lies between the two."""
 
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
-    """Return the chart, with the critical path above the processes."""
+    """Return the chart of the calls of each process, with the critical path on top."""
     lanes = sum(max(len(row.lanes), 1) for group in chart.groups if not group.strips for row in group.rows)
     height = max(LANE, min(3 * LANE, TALL // max(lanes, 1)))
     groups = [*_path(path, height, chart.window_ns, colours)] if path else []
@@ -101,7 +104,7 @@ def zoomed(marks: Iterable[Html], kind: str = "track") -> Html:
 
 
 def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, whose: str) -> Html:
-    """Return a mark. The markup is written without `tag` for speed, because there are thousands of marks."""
+    """Return one mark. The markup is written without `tag`, because a page has thousands of marks."""
     left_ns, right_ns = max(mark.start_ns, 0), min(mark.end_ns, window_ns)
     if right_ns < left_ns:
         left_ns, right_ns = (0, 0) if right_ns < 0 else (window_ns, window_ns)
@@ -118,7 +121,7 @@ def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, w
 
 
 def _thick(height: int) -> int:
-    """Return the pixels of a mark in a lane, with a line between lanes if one fits."""
+    """Return the height in pixels of a mark in a lane, which leaves a line between lanes if there is room."""
     return height - 1 if height > 4 else height
 
 
@@ -146,7 +149,7 @@ def _when(drawn: Mark | Flight, window_ns: int) -> str:
 
 
 def lanes(chart: Lanes, window_ns: int, colours: Colours) -> Html:
-    """Return trajectories in lanes, and above them how many were in flight."""
+    """Return the chart of trajectories in lanes, with the number in flight on top."""
     height = max(2, min(LANE, 480 // max(len(chart.lanes), 1)))
     tracks = [_lane(lane, height, window_ns, colours) for lane in chart.lanes]
     flights = [flight for lane in chart.lanes for flight in lane]
@@ -184,8 +187,8 @@ def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours)
 
 
 def _frame(flight: Flight, height: int, window_ns: int) -> Html:
-    """Return the frame behind a trajectory's marks, from its first to its last one, which shows that gaps
-    belong to it.
+    """Return the frame behind a trajectory's marks. It shows that the gaps between them belong to the
+    trajectory.
     """
     left_ns, right_ns = max(flight.start_ns, 0), min(flight.end_ns, window_ns)
     place = f"left:{percent(left_ns, window_ns)};width:{percent(max(right_ns - left_ns, 0), window_ns)}"
@@ -213,7 +216,7 @@ def _in_flight(curve: Sequence[float]) -> Html:
 
 
 def axis(window_ns: int) -> Html:
-    """Return the row with the times, above a chart."""
+    """Return the row of times on top of a chart."""
     marks = (
         tag("b", duration(at_ns), style=f"left:{percent(at_ns, window_ns)}") for at_ns in ticks(window_ns)
     )
@@ -221,7 +224,7 @@ def axis(window_ns: int) -> Html:
 
 
 def ticks(window_ns: int) -> list[int]:
-    """Return round times, at most 11, from 0."""
+    """Return round times from 0 on, at most 11."""
     if window_ns <= 0:
         return [0]
     size = 1

@@ -1,1 +1,1 @@
-"""Predictions of a step's time with a change: a discrete-event replay of the step itself."""
+"""Predictions of a step's duration with a change, by a discrete-event replay of the step."""

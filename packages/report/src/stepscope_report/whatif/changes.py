@@ -1,4 +1,4 @@
-"""Changes that a replay can predict: parsed from options, and checked against the step."""
+"""Changes that a replay can predict: read from options and checked against the step."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ _PERCENTILE = re.compile(r"p(\d{1,2})")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes as they are written on the command line. None for a change that is not wanted."""
+    """Changes as written on the command line. An option is None if that change is not wanted."""
 
     replicas: str | None = None
-    """The change of the number of inference replicas: `+2`, `-1`, `x2` or `6`."""
+    """Change of the number of inference replicas: `+2`, `-1`, `x2` or `6`."""
     balance: str | None = None
-    """`length`: trajectories by their tokens. `load`: each request to the replica with the fewest."""
+    """Assignment to replicas. `length`: trajectories by their tokens. `load`: each request to the replica
+    with the fewest requests."""
     cut_tail: str | None = None
-    """`p95`: begin the training as soon as 95 % of the trajectories have ended."""
+    """`p95`: start the training as soon as 95 % of the trajectories have ended."""
     tool_pool: str | None = None
-    """Number of tools that can run at once, written like `replicas`."""
+    """Change of the number of tools that can run at once, written like `replicas`."""
     max_requests: str | None = None
-    """Number of requests that a replica serves at once, written like `replicas`."""
+    """Change of the number of requests that a replica serves at once, written like `replicas`."""
     staleness: int | None = None
-    """1: the rollout of the next step runs beside the training."""
+    """1 to run the rollout of the next step at the same time as the training. No other number is
+    supported."""
     overlap: str | None = None
-    """`reward`: score each trajectory as it ends, beside the rollout."""
+    """`reward`: score each trajectory as soon as it ends, at the same time as the rollout."""
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes of `Options`, resolved for one step."""
+    """The changes of `Options` for one step, as numbers."""
 
     replicas: int
     balance: Balance | None = None
     cut_tail: int | None = None
-    """Percentage of the trajectories that the training waits for."""
+    """Percentage of the trajectories that the training waits for. None for all."""
     tool_pool: int | None = None
-    """The size after the change, or the present size without one; None if tools have no limit."""
+    """Number of tools that can run at once after the change; without a change, the present number. None for
+    no limit."""
     slots: int | None = None
-    """Number of requests that a replica serves at once, or None if that is not changed."""
+    """Number of requests that a replica serves at once after the change. None if it is not changed."""
     staleness: bool = False
     overlap_reward: bool = False
     words: tuple[str, ...] = ()
-    """The changes in words."""
+    """The changes as text."""
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return the assumptions of the prediction, in words."""
+        """Return the assumptions that the prediction makes, as text."""
         conditions = {
             "a replica more or less serves as the others do, and trajectories take the replicas in turn": any(
                 part.startswith("replicas") for part in self.words
@@ -68,7 +71,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def changes_of(options: Options, step: Step) -> Changes:
-    """Return the changes for a step.
+    """Return the changes of `options` for this step.
 
     Raises:
         ConfigError: an option is wrong, or cannot apply to this step.
@@ -172,7 +175,7 @@ def _percent(value: str, rollout: Rollout) -> int:
 
 
 def kept(count: int, percent: int) -> int:
-    """Return the number of trajectories that `percent` of `count` are, rounded up."""
+    """Return `percent` of `count` trajectories, rounded up."""
     return -(-count * percent // 100)
 
 

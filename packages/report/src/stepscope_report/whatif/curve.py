@@ -1,20 +1,22 @@
-"""The service curve of replicas: tokens per second by the number of requests in flight, fitted from a step.
+"""The service curve of replicas: tokens per second by the number of requests in flight, fitted to a step.
 
-A replica with n requests in flight serves each at the same rate r(n). A request of w tokens that is in flight
-for the times T(n) then has w = sum of T(n) r(n). The rates are those of the largest likelihood if tokens come
-at random: Richardson and Lucy's iteration, which keeps them positive. With more requests, no replica does
-less, and no request gets more: without this, numbers that few requests saw got rates far off. Requests in
-flight include those that wait in the engine, so that its limit shows as a curve that stays flat. Where spans
-show the queue, only the requests that it serves are in flight.
+A replica with n requests in flight serves each of them at the same rate r(n). A request of w tokens that
+spent the time T(n) with n requests in flight has w = sum of T(n) r(n). The fit finds the rates of maximum
+likelihood for tokens that arrive at random, by Richardson and Lucy's iteration, which keeps the rates
+positive. The rates are ordered: with more requests, a replica writes no fewer tokens per second, and each
+request gets no more. Without this order, the rates of numbers that few requests saw were far off. Requests in
+flight include those that wait inside the engine, so the engine's limit shows as a flat curve. If spans show
+the queue, only requests that are served count as in flight.
 
-Between measured numbers of requests, the tokens per second of the replica are interpolated. Below the
-smallest number, a request is served at the rate of the smallest; above the largest, the replica does no more
-per second. It may do more, up to the slope of the curve there: `Curve.beyond`.
+Between measured numbers of requests, the replica's tokens per second are interpolated. Below the smallest
+number, a request is served at the rate of the smallest number. Above the largest, the replica writes no more
+tokens per second. These are lower bounds: `Curve.beyond` adds to them, at most so much that the curve goes on
+with its slope.
 
-If engines noted their forward passes, the curve is measured by these instead: `measured`.
+If engines recorded their forward passes, the curve is measured from the passes instead (`measured`).
 
-The requests in flight are kept as columns (`Flight`), in which each generation is two events, its begin and
-its end, and what a call was served is the difference of a running sum at its two events.
+`Flight` keeps the requests in flight as columns. Each generation is two events, its start and its end. The
+tokens that a generation was served are the difference of a running sum at its two events.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from stepscope_report.timeline.model import EnginePasses
 from stepscope_report.whatif.model import Call
 
 _SINGLE = 4
-"""Up to this number of requests, each number has its own rate."""
+"""Up to this number of requests, each number has a bin of its own."""
 _WIDTH = 1.5
 """A bin of more than `_SINGLE` requests ends at its start times this factor."""
 
 
 def edges(most: int) -> list[int]:
-    """Return the largest number of requests of each bin, up to `most`."""
+    """Return the largest number of requests of each bin, for bins up to `most` requests."""
     bounds = list(range(1, min(most, _SINGLE) + 1))
     while bounds[-1] < most:
         bounds.append(max(bounds[-1] + 1, round(bounds[-1] * _WIDTH)))
@@ -47,17 +49,18 @@ def edges(most: int) -> list[int]:
 
 
 class Flight:
-    """Generations of a step, and the number of requests in flight during each, in bins."""
+    """The generations of a step, with the number of requests in flight at each time, in bins."""
 
     def __init__(self, calls: Sequence[Call], slots: int | None = None) -> None:
-        """Place the calls on the axis.
+        """Put the starts and ends of the generations in order.
 
         Args:
-            slots: Number of requests that a replica serves at once, or None for no limit. Requests that
-                wait for a slot are not in flight.
+            calls: The generations of the step.
+            slots: Number of requests that a replica serves at once. Further requests wait and are not in
+                flight. None for no limit.
         """
         self.tokens = [call.tokens or 0 for call in calls]
-        """The tokens of each call; 0 if no span states them."""
+        """Tokens of each generation, or 0 if unknown."""
         self.replicas = [call.replica or 0 for call in calls]
         begins = (call.start_ns + (call.wait_ns if slots else 0) for call in calls)
         times = [*begins, *(call.end_ns for call in calls)]
@@ -82,7 +85,7 @@ class Flight:
             of_bins[bin_].append(place)
         self._of_bins = [_taking(gaps) for gaps in of_bins]
         self.means = self._means(bounds)
-        """The mean number of requests in each bin."""
+        """Mean number of requests in each bin."""
 
     def _means(self, bounds: Sequence[int]) -> list[float]:
         weighted = list(map(mul, self._gaps_ns, self._counts))
@@ -90,12 +93,18 @@ class Flight:
         return [total / ns if ns else float(bound) for bound, (total, ns) in zip(bounds, sums, strict=True)]
 
     def served(self, rates: Sequence[float]) -> list[float]:
-        """Return the tokens of each call, for the given rate in tokens per ns of a request in each bin."""
+        """Return the tokens that each generation would be served.
+
+        Args:
+            rates: Tokens per ns of one request, for each bin.
+        """
         return self._served(self._gap_rates(rates))
 
     def served_by(self, rate: Callable[[int], float]) -> list[float]:
-        """Return the tokens of each call, for a rate in tokens per ns of a request as a function of the
-        number in flight.
+        """Return the tokens that each generation would be served.
+
+        Args:
+            rate: Returns the tokens per ns of one request, for a number of requests in flight.
         """
         rates = {count: rate(count) if count else 0.0 for count in set(self._counts)}
         return self._served(_taking(self._counts)(rates))
@@ -105,48 +114,51 @@ class Flight:
         return list(map(sub, self._ends(clock), self._starts(clock)))
 
     def by_bin(self, factors: Sequence[float]) -> list[float]:
-        """Return for each bin the sum, over all calls, of a call's factor times its ns in the bin."""
+        """Return for each bin the sum over all generations of (factor of the generation * its ns
+        in the bin).
+        """
         present = accumulate(self._signed([*factors, *map(neg, factors)]))
         weighted = list(map(mul, self._gaps_ns, present))
         return [sum(of_bin(weighted)) for of_bin in self._of_bins]
 
 
 def _taking(indices: Sequence[int]) -> Callable[[Any], Sequence[float]]:
-    """Return a function that takes these items of a sequence or mapping."""
+    """Return a function that takes the items at `indices` of a sequence or mapping."""
     if len(indices) < 2:
         return lambda values: tuple(values[index] for index in indices)
     return itemgetter(*indices)
 
 
 _CYCLES = 15
-"""Largest number of cycles of the fit, each of three iterations."""
+"""Largest number of cycles of the fit. A cycle has three iterations."""
 _LONGEST = 30.0
-"""Largest number of iterations that one extrapolation may be worth."""
+"""Largest number of iterations that one extrapolation may replace."""
 _FARTHEST = 10.0
-"""Largest change of a logarithm of a rate in one extrapolation."""
+"""Largest change of the logarithm of a rate in one extrapolation."""
 _SETTLED = 1e-4
-"""The fit ends if an iteration changes every rate by less than this part."""
+"""The fit ends if one iteration changes every rate by less than this share."""
 _LEAST = 1e-6
-"""The lowest rate, as a part of the highest one. It is above 0 so that each request ends."""
+"""Lowest rate as a share of the highest one. It is above 0 so that each request ends."""
 _ENOUGH = 5
-"""Number of requests from which on a replica gets a speed of its own."""
+"""Number of requests from which a replica gets a speed of its own."""
 _ROUNDING = 1e-12
-"""Part of the tokens of all calls that rounding may lose in sums; it makes sure that no call gets a negative
-share."""
+"""Smallest share of all tokens that a generation is taken to have been served. Rounding of the running sums
+could otherwise make the tokens of a generation zero or negative."""
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Tokens per ns of a replica by its requests in flight."""
+    """Tokens per ns of a replica by its number of requests in flight."""
 
     points: tuple[tuple[float, float], ...]
-    """(requests, tokens per ns of all of them), ascending."""
+    """(requests, tokens per ns of all of them together), ascending."""
     larger: tuple[tuple[float, float], ...] = ()
-    """Points for more requests, which are not measured."""
+    """Points for more requests than were measured, computed by a model."""
     beyond: float = 0.0
-    """Rate outside of the points, between 0 (the least that the points allow) and 1 (the most)."""
+    """Position of the curve outside of its points, between 0 (fewest tokens per ns that the points allow) and
+    1 (most)."""
 
     def rate(self, requests: float) -> float:
-        """Return the tokens per ns of each of `requests` requests."""
+        """Return the tokens per ns of one request if `requests` are in flight."""
         return self._total(requests) / requests
 
     def _total(self, requests: float) -> float:
@@ -165,7 +177,9 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
-    """Return the slope of the logarithms: 0 if the replica is full, 1 if no request slows another."""
+    """Return the slope of log(tokens per ns) over log(requests): 0 if the replica is full, 1 if requests do
+    not slow each other. `alone` is the slope for a single point.
+    """
     if len(points) < 2:
         return alone
     (fewer, little), (more, much) = points
@@ -173,11 +187,11 @@ def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
 
 
 def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None = None) -> Curve:
-    """Return the curve that fits the calls whose tokens are known.
+    """Return the curve that fits the generations whose tokens are known.
 
     Args:
-        weights: How often each call counts; None to count each once.
-        near: A similar curve to start from, which makes the fit faster.
+        weights: Number of times that each generation counts. None to count each once.
+        near: A similar curve to start from, which makes the fit faster. None to start from a flat rate.
     """
     counts = weights or [1] * len(flight.tokens)
     written = [float(tokens * count) for tokens, count in zip(flight.tokens, counts, strict=True)]
@@ -198,24 +212,26 @@ def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None
 
 
 _LARGER = (1.5, 2.0, 3.0, 4.0, 8.0)
-"""Numbers of requests for which a measured curve is extrapolated, as factors of the largest measured one."""
+"""Numbers of requests for which a measured curve is extrapolated, as factors of the largest measured
+number."""
 
 
 class _Pass(NamedTuple):
     requests: int
-    """Requests that the engine had admitted."""
+    """Number of requests that the engine had admitted."""
     ns: int
-    """Duration, with the time since the pass before if it goes on with a request served until then."""
+    """Duration. If the pass continues a request that had begun before, the time since the previous pass is
+    included."""
     tokens: int
-    """Tokens written."""
+    """Output tokens of the pass."""
     decoding: int
-    """Requests that got a token after their first."""
+    """Number of requests that got a token that is not their first."""
     is_decode: bool
 
 
 def measured(engines: Iterable[EnginePasses]) -> Curve | None:
-    """Return the curve of noted forward passes, by the number of requests that an engine had admitted. None
-    without a pass.
+    """Return the curve measured by recorded forward passes, by the number of requests that an engine had
+    admitted. None if no pass wrote a token.
     """
     passes = [own for engine in engines for own in _passes(engine)]
     if not any(own.tokens for own in passes):
@@ -237,10 +253,11 @@ def measured(engines: Iterable[EnginePasses]) -> Curve | None:
 
 
 def _larger(passes: Sequence[_Pass], last: tuple[float, float]) -> tuple[tuple[float, float], ...]:
-    """Return points of a curve for more requests than were measured, or none if all passes had as many.
+    """Return points of the curve for more requests than were measured. Empty if all decode passes had the
+    same number of requests.
 
-    A pass that decodes takes some time, and more with each request (least squares of the medians). Prefills
-    take as long for each token that is written as they took.
+    The model: a decode pass takes a fixed time plus a time for each request (least squares of the medians).
+    Prefills take the same time per output token as they took in the measured passes.
     """
     durations: dict[int, list[int]] = {}
     for own in passes:
@@ -289,7 +306,7 @@ def _passes(engine: EnginePasses) -> Iterator[_Pass]:
 def _leap(rates: Sequence[float], once: Sequence[float], twice: Sequence[float]) -> list[float]:
     """Extrapolate the rates from two iterations of the fit, which saves many iterations.
 
-    The scheme is S3 of Varadhan and Roland (2008), on the logarithms.
+    The scheme is S3 of Varadhan and Roland (2008), applied to logarithms.
     """
     steps = [math.log(new / old) if old else 0.0 for new, old in zip(once, rates, strict=True)]
     bends = [
@@ -324,7 +341,7 @@ def _improved(
 
 
 def _ordered(rates: Sequence[float], means: Sequence[float], spent: Sequence[float]) -> list[float]:
-    """Return the nearest rates with which, for more requests, no replica is slower and no request is
+    """Return the nearest rates for which, with more requests, the replica is not slower and no request is
     faster.
     """
     bins = [bin_ for bin_, ns in enumerate(spent) if ns]
@@ -337,7 +354,7 @@ def _ordered(rates: Sequence[float], means: Sequence[float], spent: Sequence[flo
 
 
 def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the nearest ascending values: neighbours that fall are replaced by their mean."""
+    """Return the nearest ascending values: falling neighbours are replaced by their mean."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         pool = (value, weight, 1)
@@ -350,7 +367,7 @@ def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]
 
 
 def speeds(flight: Flight, curve: Curve, replicas: int) -> tuple[float, ...]:
-    """Return the speed of each replica, as a factor of the curve; 1 if it has few requests."""
+    """Return the speed of each replica as a factor of the curve, or 1 if the replica had few requests."""
     written, given, counts = [0.0] * replicas, [0.0] * replicas, [0] * replicas
     served = flight.served([curve.rate(mean) for mean in flight.means])
     for replica, tokens, expected in zip(flight.replicas, flight.tokens, served, strict=True):

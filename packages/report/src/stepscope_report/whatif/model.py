@@ -1,7 +1,7 @@
-"""The parts of a step that a replay needs: trajectories of calls, the stages of its driver, and its limits.
+"""The parts of a step that a replay needs: trajectories with their calls, the driver's stages, and limits.
 
-Times are in ns. Those of a trajectory count from the begin of the rollout. The limits of a step are those of
-the tools that run at once, of the requests of a replica, and of the trajectories.
+Times are in ns. Times of a trajectory count from the start of the rollout. The limits are the numbers of
+tools, of requests per replica, and of trajectories that can run at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ StageKind: TypeAlias = Literal["train", "reward", "weights", "other"]
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a trajectory: of a replica, of a tool, or of a reward."""
+    """One call of a trajectory: to a replica, to a tool, or to a reward."""
 
     number: int
     """Index of the call among all calls of the step."""
@@ -31,37 +31,39 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     """Start of the call in ns after the start of its phase."""
     wait_ns: int = 0
-    """The part of the call in which it waited: a tool for a place in the pool, or a generation for a slot."""
+    """Part of the call in ns that was waiting: of a tool for a place in the pool, of a generation for a
+    slot."""
     replica: int | None = None
-    """The index in `Rollout.replicas` of a generation's replica."""
+    """Index of the generation's replica in `Rollout.replicas`. None for calls that are no generations."""
     tokens: int | None = None
-    """Number of tokens that a generation wrote, or None if no span states it."""
+    """Output tokens of a generation, or None if no span states them."""
 
     @property
     def busy_ns(self) -> int:
-        """Return the length of the call without its wait."""
+        """Return the duration of the call without its wait, in ns."""
         return self.end_ns - self.start_ns - self.wait_ns
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """Calls that run at once. The next phase begins when all of them have ended."""
+    """Calls of one trajectory that overlap. The next phase begins when all of them have ended."""
 
     gap_ns: int
-    """Time before the phase in which the trajectory had no call."""
+    """Time before the phase in which the trajectory had no call, in ns."""
     calls: tuple[Call, ...]
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One trajectory: phases in their order."""
+    """One trajectory with its phases in order."""
 
     name: str
     start_ns: int
     end_ns: int
     phases: tuple[Phase, ...]
     rest_ns: int
-    """Time after the last phase of the trajectory."""
+    """Time after the last phase of the trajectory, in ns."""
     consumed: bool = True
-    """False if the step does not consume the trajectory, which then only loads the replicas and the tools."""
+    """False if the step does not consume the trajectory. It then only adds load to the replicas and the
+    tools."""
 
     def calls(self) -> Iterator[Call]:
         for phase in self.phases:
@@ -71,29 +73,28 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return [call for call in self.calls() if call.kind == "generate"]
 
     def tokens(self) -> int:
-        """Return the number of tokens that the trajectory wrote, as far as known."""
+        """Return the known output tokens of the trajectory."""
         return sum(call.tokens or 0 for call in self.generations())
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
-    """Start of the rollout in unix ns."""
+    """Start of the rollout, as unix time in ns."""
     trajectories: tuple[Trajectory, ...]
-    """The trajectories in the order of their starts."""
+    """Trajectories in order of their start."""
     replicas: tuple[str, ...]
-    """Names of the replicas. The last one is `unknown` if some calls name no replica."""
+    """Names of the replicas, with `unknown` as the last if some calls name no replica."""
     tool_pool: int | None = None
     """Number of tools that can run at once, or None if no tool waited for a place."""
     at_once: int | None = None
-    """Number of trajectories that can run at once, or None if nothing shows a limit."""
+    """Number of trajectories that can run at once, or None if the step shows no limit."""
     slots: int | None = None
-    """Number of requests that a replica serves at once, or None if no request waited in front of a
-    replica."""
+    """Number of requests that a replica serves at once, or None if no request waited for a replica."""
     curve: tuple[tuple[float, float], ...] = ()
-    """The service curve that forward passes measured: (requests, tokens per ns of all of them), ascending.
-    Empty if the passes of these requests were not noted."""
+    """The service curve as forward passes measured it: (requests, tokens per ns of all of them together),
+    ascending. Empty if these requests have no recorded passes."""
     larger: tuple[tuple[float, float], ...] = ()
-    """Further points of the curve, for more requests, which the passes suggest."""
+    """Points of the curve for more requests than were measured, computed from the passes."""
 
     @property
     def consumed(self) -> int:
@@ -102,9 +103,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wall_ns(self) -> int:
-        """Return the time from the start of the rollout to the end of the last trajectory that the step
-        consumes.
-        """
+        """Return the time from the start of the rollout to the end of the last consumed trajectory, in ns."""
         return max(trajectory.end_ns for trajectory in self.trajectories if trajectory.consumed)
 
     def calls(self) -> list[Call]:
@@ -115,7 +114,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverStage(msgspec.Struct, frozen=True):
-    """One stage of the driver before or after the rollout."""
+    """One stage of the driver, before or after the rollout."""
 
     name: str
     kind: StageKind
@@ -123,8 +122,8 @@ class DriverStage(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A step as the replay sees it: the driver's stages before the rollout, the rollout, and the stages after
-    it.
+    """A step as the replay uses it: the driver's stages before the rollout, the rollout, and the driver's
+    stages after it.
     """
 
     number: int
@@ -136,20 +135,21 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _QUEUED = 0.02
-"""Tools, or requests, are taken to queue if their waits are at least this part of their work."""
+"""Smallest ratio of waiting to work from which tools, or requests, count as queued."""
 _FULL = 0.9
-"""A replica has a limit if it serves the same number of requests for this part of the time with a queue."""
+"""Share of the time with a queue in which a replica must serve the same number of requests for that number to
+be its limit."""
 _HANDED_ON = 0.9
-"""The driver has a limit if this part of the later trajectories start as others end."""
+"""Share of later trajectories that must start when another ends for the driver to have a limit."""
 _HAND_OVER_NS = 2_000_000
-"""A place that is free for less than this counts as handed on to the next call or trajectory."""
+"""A place that was free for less than this counts as handed on directly."""
 
 _Pair = tuple[int, int]
-"""(start, end)."""
+"""(start, end) in ns."""
 
 
 def peak(pairs: Iterable[_Pair]) -> int:
-    """Return the largest number of intervals that run at once."""
+    """Return the largest number of intervals that overlap."""
     most = running = 0
     for _, change in _changes(pairs):
         running += change
@@ -162,10 +162,11 @@ def _changes(pairs: Iterable[_Pair]) -> list[_Pair]:
 
 
 def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Trajectory, ...]]:
-    """Return the size of the pool of tools, and the trajectories without their waits in front of a tool.
+    """Return (size of the pool of tools, trajectories without their waits for a tool). The size is None if no
+    tool waited.
 
-    A tool waits inside of its span, if a span below shows that, or before it: the part of a gap in which all
-    places were taken up to the gap's end counts as a wait. Without waits there is no pool.
+    A wait is inside the tool's span if a span below shows that. A wait can also come before the tool: the end
+    of a gap, as far as all places of the pool were taken.
     """
     tools = [call for trajectory in trajectories for call in trajectory.calls() if call.kind == "tool"]
     worked = [(call.start_ns + call.wait_ns, call.end_ns) for call in tools]
@@ -206,7 +207,7 @@ def _shortened(trajectory: Trajectory, full: Sequence[_Pair]) -> tuple[Phase, ..
 
 
 def _waited(phase: Phase, full: Sequence[_Pair]) -> int:
-    """Return the part of a phase's preceding gap, up to the gap's end, in which all places were taken."""
+    """Return the part of the gap before a phase, in ns, at whose end all places of the pool were taken."""
     start_ns = phase.calls[0].start_ns
     place = bisect_right(full, (start_ns, 0)) - 1
     if place < 0 or full[place][1] < start_ns - _HAND_OVER_NS:
@@ -219,9 +220,9 @@ def _gaps_ns(trajectories: Iterable[Trajectory]) -> int:
 
 
 def slots_of_replicas(generations: Sequence[Call]) -> int | None:
-    """Return the number of requests that a replica serves at once, or None if nothing shows a limit.
+    """Return the number of requests that a replica serves at once, or None if the step shows no limit.
 
-    A limit shows if requests wait in front of replicas that serve the same number of requests for nearly all
+    There is a limit if requests wait for replicas, and these serve the same number of requests for nearly all
     of that time.
     """
     if sum(call.wait_ns for call in generations) < _QUEUED * sum(call.busy_ns for call in generations):
@@ -234,8 +235,8 @@ def slots_of_replicas(generations: Sequence[Call]) -> int | None:
 
 
 def slots_of_passes(engines: Iterable[EnginePasses]) -> int | None:
-    """Return the number of requests that an engine serves at once, as `slots_of_replicas` does, by noted
-    forward passes.
+    """Return the number of requests that an engine serves at once, from its recorded forward passes. None if
+    these show no limit, as in `slots_of_replicas`.
     """
     admitted_ns, busy_ns = Counter[int](), 0
     for engine in engines:
@@ -251,7 +252,9 @@ def slots_of_passes(engines: Iterable[EnginePasses]) -> int | None:
 
 
 def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
-    """Return the time in which requests wait in front of a replica, by the number that it serves then."""
+    """Return the ns for which requests waited for a replica, by the number of requests that the replica then
+    served.
+    """
     changes = sorted(
         change
         for call in calls
@@ -271,9 +274,9 @@ def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
 
 
 def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:
-    """Return the number of trajectories that the driver runs at once, or None if nothing shows a limit.
+    """Return the number of trajectories that the driver runs at once, or None if the step shows no limit.
 
-    A limit shows if nearly every later start brings the number back to its peak.
+    There is a limit if nearly every later start brings the number of running trajectories back to its peak.
     """
     starts = sorted(trajectory.start_ns for trajectory in trajectories)
     ends = sorted(trajectory.end_ns for trajectory in trajectories)

@@ -1,17 +1,19 @@
-"""Predictions of a step's time: the measured step, its replay unchanged, and its replay with changes.
+"""Predictions of a step's duration: the measured step, its replay without changes, and its replay with
+changes.
 
-The prediction is the measured time, times the ratio of the changed replay to the unchanged one. A generation
-needs the tokens that it wrote, served by the curve that noted forward passes measured, else by the curve of
-`curve`. If the unchanged replay is not within 3 % of the measured step, a generation needs what the curve
-gives in its duration (`work: durations`).
-Where spans show a queue in front of the replicas, both are tried with it first, then as if all requests were
-served at once. If nothing fits, or the tokens explain the durations badly, there is no prediction.
+The prediction is the measured duration times the ratio of the changed replay to the unchanged one. In a
+replay, a generation ends when it has been served its tokens. The service curve is the one that recorded
+forward passes measured, else a fitted one (`curve`). If the unchanged replay then differs from the measured
+step by more than 3 %, each generation needs the tokens that the curve gives for its measured duration (`work:
+durations`). If spans show a queue for replicas, both ways are tried with the queue first, then as if replicas
+served all requests at once. If nothing fits, or the tokens explain the durations badly, there is no
+prediction.
 
-The interval holds 95 % of the ratios of rounds, by Student's t of their logarithms, so that few rounds do.
-Each round resamples the trajectories with replacement, fits the curve to these, and replays them unchanged
-and changed. The residual of the fit enters by the work of the generations: in each round it lies at another
-point between tokens and durations. So does the curve, where the step measured none: between the least and the
-most that a replica may do there. The misfit of the unchanged replay is added to both ends.
+The interval holds 95 % of the ratios, by Student's t of their logarithms over a few rounds. Each round draws
+trajectories with replacement, fits the curve to them, and replays them without and with the changes. To
+include the residual of the fit, each round takes the work of a generation from a random point between its
+tokens and its duration. Outside of the measured numbers of requests, each round takes the curve from a random
+point between its bounds. The misfit of the unchanged replay is added to both ends of the interval.
 """
 
 from __future__ import annotations
@@ -38,24 +40,24 @@ from stepscope_report.whatif.replay import Rules, assignment, replay
 
 
 class Saving(NamedTuple):
-    """Time that a change is predicted to save per step, in ns. Negative if the step takes longer."""
+    """Time per step that a change is predicted to save, in ns. Negative if the step takes longer."""
 
     saving_ns: int
     error_ns: int
-    """Half width of the interval of 95 %: the distance to its farther end."""
+    """Distance in ns from the prediction to the farther end of its 95 % interval."""
 
 
 WhatIf: TypeAlias = Callable[[Options], Saving | None]
 
 
 def no_saving(options: Options) -> None:
-    """Predict no saving for any change."""
+    """Return None for every change: no saving is predicted."""
     return
 
 
 def savings_of(timeline: Timeline) -> WhatIf:
-    """Return a function that predicts the saving of a change, or returns None if what-if refuses the
-    change.
+    """Return a function that predicts the saving of a change. The function returns None if no prediction is
+    possible.
     """
 
     @cache
@@ -83,12 +85,12 @@ def savings_of(timeline: Timeline) -> WhatIf:
 
 ROLLOUT = "rollout"
 BESIDE = "runs beside others"
-"""Name of the stage that stands for the time in which stages run at once."""
+"""Name of the stage for the time in which rollout and training run at once. Its length is negative."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Length of a step: its stages by name, in order. Time in which stages run at once is a stage of negative
-    length.
+    """Length of a step by stage: (name, ns) in order. Time in which stages run at once is a stage of negative
+    length, so that the sum is the length of the step.
     """
 
     stages: tuple[tuple[str, float], ...]
@@ -99,7 +101,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcome(step: Step, changes: Changes, ends_ns: Sequence[float]) -> Outcome:
-    """Return the step with the trajectories that end at these times, in ns from the begin of the rollout."""
+    """Return the length of the step by stage.
+
+    Args:
+        ends_ns: End of each consumed trajectory, in ns from the start of the rollout.
+    """
     ended = sorted(ends_ns)
     if changes.cut_tail is not None:
         ended = ended[: kept(len(ended), changes.cut_tail)]
@@ -118,9 +124,11 @@ def outcome(step: Step, changes: Changes, ends_ns: Sequence[float]) -> Outcome:
 
 
 def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[DriverStage]:
-    """Return the stages after the rollout, with only the rest of the reward's.
+    """Return the stages after the rollout, in which reward stages have only the time that is left after the
+    rollout.
 
-    The trajectories are scored one after the other, as they end. Each takes the same part of the stage.
+    Trajectories are scored one after the other, each from its end at the earliest. Each takes an equal part
+    of the measured reward time.
     """
     reward_ns = sum(stage.wall_ns for stage in after if stage.kind == "reward")
     done = 0.0
@@ -134,8 +142,8 @@ def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[Driver
 
 
 def _beside(before: Sequence[DriverStage], rollout_ns: float, after: Sequence[DriverStage]) -> float:
-    """Return the time in which the training and the next rollout run at once, without the time in which
-    weights move.
+    """Return the time in which training and the next rollout run at once, in ns. Stages that move weights
+    never do.
     """
     generates = rollout_ns + sum(stage.wall_ns for stage in before if stage.kind != "weights")
     trains = sum(stage.wall_ns for stage in after if stage.kind != "weights")
@@ -143,20 +151,20 @@ def _beside(before: Sequence[DriverStage], rollout_ns: float, after: Sequence[Dr
 
 
 LIMIT = 0.03
-"""Largest error of the unchanged replay, as a part of the step."""
+"""Largest error of the unchanged replay, as a share of the step."""
 RESIDUAL = 0.5
-"""Largest residual of the fit with which the durations of generations are used as their work."""
+"""Largest residual of the fit for which `work: durations` is accepted."""
 _ROUNDS = 40
 _FEWEST = 8
-"""Smallest number of rounds, for a step with many calls."""
+"""Smallest number of rounds, used for steps with many calls."""
 _CALLS = 40_000
-"""Number of calls of all rounds together that limits the number of rounds."""
+"""Number of calls that all rounds together may replay, unless `_FEWEST` rounds need more."""
 
 Work: TypeAlias = Literal["tokens", "durations"]
 
 
 class StageTime(msgspec.Struct, frozen=True):
-    """One stage of the step: measured, and in the two replays. All in ns."""
+    """One stage of the step, in ns: as measured, in the unchanged replay, and as predicted."""
 
     name: str
     measured_ns: int
@@ -165,38 +173,38 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
-    """One point of the service curve of a replica."""
+    """One point of a replica's service curve."""
 
     requests: float
     tokens_per_second: float
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of the step that the replay rests on."""
+    """The model of the step on which a replay is based."""
 
     trajectories: int
     generations: int
     replicas: tuple[str, ...]
     speeds: tuple[float, ...]
-    """The speed of each replica; 1 is the curve's speed."""
+    """Speed of each replica as a factor of the curve."""
     tool_pool: int | None
-    """Number of tools that can run at once, or None if tools do not wait for each other."""
+    """Number of tools that can run at once, or None if no tool waited for a place."""
     at_once: int | None
-    """Number of trajectories that can run at once, or None if nothing shows a limit."""
+    """Number of trajectories that can run at once, or None if the step shows no limit."""
     slots: int | None
-    """Number of requests that each replica serves at once, or None for all."""
+    """Number of requests that each replica serves at once, or None for no limit."""
     work: Work
     residual: float
-    """Standard deviation of ln(tokens / tokens by the curve) over the generations."""
+    """Standard deviation over generations of ln(tokens / tokens by the curve)."""
     measured: bool
-    """True if forward passes measured the curve; False if it is fitted to the generations."""
+    """True if recorded forward passes measured the curve, False if it is fitted to the generations."""
     curve: tuple[CurvePoint, ...]
 
 
 class _Played(NamedTuple):
     trajectories: Sequence[Trajectory]
     works: Sequence[float]
-    """The tokens of each call, by `Call.number`."""
+    """Tokens that each generation needs, by `Call.number`."""
     curve: Curve
     speeds: Sequence[float]
     slots: int | None
@@ -208,7 +216,7 @@ class _Service:
     def __init__(self, step: Step, calls: Sequence[Call], slots: int | None, curve: Curve | None) -> None:
         """
         Args:
-            slots: Requests that a replica serves at once, or None for all of them.
+            slots: Number of requests that a replica serves at once, or None for no limit.
             curve: The curve that forward passes measured, or None to fit one.
         """
         self.slots = slots
@@ -234,39 +242,39 @@ class _Service:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted time of a step with changes. Times are integer ns."""
+    """The predicted duration of a step with changes, in ns."""
 
     format: int = 1
     step: int
     run_id: str
     changes: tuple[str, ...]
-    """The changes in words; empty if the step is replayed as it is."""
+    """The changes as text. Empty if the step is replayed without a change."""
     measured_ns: int
     replayed_ns: int
-    """Length of the step in the replay without a change."""
+    """Duration of the step in the unchanged replay."""
     predicted_ns: int
     low_ns: int
     high_ns: int
-    """End of the interval of 95 %, which begins at `low_ns`."""
+    """End of the 95 % interval, which begins at `low_ns`."""
     change: float
-    """The relative change of the step's time: -0.1 is 10 % less."""
+    """Relative change of the step's duration: -0.1 is 10 % shorter."""
     stages: tuple[StageTime, ...]
     model: Model
     assumptions: tuple[str, ...]
 
 
 def predict(timeline: Timeline, options: Options) -> Prediction:
-    """Return the predicted time of a step with the changes of `options`.
+    """Return the predicted duration of a step with the changes of `options`.
 
     Raises:
         ConfigError: an option is wrong, or cannot apply to the step.
-        RecordError: the step cannot be replayed, or its replay does not fit it.
+        RecordError: the step cannot be replayed, or its replay does not fit the step.
     """
     return Predicting(timeline).predict(options)
 
 
 class Predicting:
-    """Predictions of one step: the model and the rounds of the interval are made once for all changes."""
+    """Predictions of one step. The model, and the rounds for the interval, are made once for all changes."""
 
     def __init__(self, timeline: Timeline) -> None:
         """
@@ -279,7 +287,9 @@ class Predicting:
         _check_tokens(step, self._calls)
 
     def predict(self, options: Options) -> Prediction:
-        """Return the predicted time with the changes of `options`. Raises as `predict` does."""
+        """Return the predicted duration with the changes of `options`. Raises the errors of the function
+        `predict`.
+        """
         changes = changes_of(options, self._step)
         service, work, unchanged = self._fitting
         if changes.slots is not None and service.slots is None:
@@ -308,7 +318,9 @@ class Predicting:
 
     @cached_property
     def _fitting(self) -> tuple[_Service, Work, Outcome]:
-        """Return the service and the work with which the unchanged replay fits the step, and that replay."""
+        """Return (service, kind of work, unchanged replay) of the first model whose unchanged replay fits the
+        step.
+        """
         rollout, works = self._step.rollout, get_args(Work)
         tried: list[Outcome] = []
         measured = Curve(rollout.curve, larger=rollout.larger) if rollout.curve else None
@@ -342,7 +354,9 @@ class Predicting:
         return outcome(self._step, changes, list(compress(ends_ns, consumed)))
 
     def _interval(self, ratio: float, changes: Changes) -> tuple[float, float]:
-        """Return the interval of the ratio, which always contains the ratio."""
+        """Return the 95 % interval of the ratio of durations, widened if necessary so that it contains
+        `ratio`.
+        """
         if not changes.words:
             return ratio, ratio
         logs = [
@@ -354,7 +368,7 @@ class Predicting:
 
     @cached_property
     def _rounds(self) -> list[tuple[_Played, float]]:
-        """Return resamples of the step, and the length in ns of each in the unchanged replay."""
+        """Return random resamples of the step, each with its duration in the unchanged replay, in ns."""
         rounds = max(_FEWEST, min(_ROUNDS, _CALLS // max(1, len(self._step.rollout.calls()))))
         generator = random.Random(0)
         resamples = [self._resampled(generator) for _ in range(rounds)]
@@ -370,7 +384,7 @@ class Predicting:
         times = Counter(call.number for played in drawn for call in played.generations())
         weights = [times[call.number] for call in self._calls]
         known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
-        # Without the suggested points: beyond the measured ones, the curve is between the least and the most.
+        # Without computed points: outside of the measured ones, each round draws a curve between the bounds.
         curve = msgspec.structs.replace(service.curve, larger=())
         if known and service.measured is None:
             curve = fit(service.flight, weights, service.curve)
@@ -415,7 +429,7 @@ class Predicting:
 def _student(freedom: int) -> float:
     """Return the 97.5th percentile of Student's t, to 1 % from 7 degrees of freedom on.
 
-    The expansion in Abramowitz and Stegun, 26.7.5.
+    The formula is the expansion in Abramowitz and Stegun, 26.7.5.
     """
     return 1.96 + 2.372 / freedom + 2.822 / freedom**2
 
@@ -441,7 +455,7 @@ def _misfit(step: Step, replayed: Outcome) -> str:
 
 
 def _why_not(slots: int | None) -> str:
-    """Return the reason for the replay's misfit: what was tried."""
+    """Return a sentence on the models that were tried and did not fit."""
     if slots is None:
         return (
             "The tokens of its generations do not explain their times, if replicas serve all requests at "

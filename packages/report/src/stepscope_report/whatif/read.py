@@ -1,4 +1,4 @@
-"""Reading of the parts that a replay needs from a step's timeline."""
+"""Reads the parts that a replay needs from a step's timeline."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from stepscope_report.whatif.model import (
 )
 
 _BESIDE = 0.03
-"""Largest part of the step that the driver may spend in other stages while trajectories run."""
+"""Largest share of the step that the driver may spend in other stages while trajectories run."""
 _REWARD = re.compile(r"reward|score", re.IGNORECASE)
 _REST = "between stages"
-"""Name of the stage for the time in which the driver is in no stage."""
+"""Name of the stage for time in which the driver is in no stage."""
 TRAJECTORY = "trajectory"
-"""The stage of the span around a trajectory."""
+"""Name of the stage of the span around a trajectory."""
 UNKNOWN = "unknown"
 """Name of the replica of calls whose spans name none."""
 _SAME_CALL_NS = 1_000_000
-"""The longest gap between two phases of one call."""
+"""Longest gap in ns between two spans that count as phases of one call."""
 _LINKED = 0.95
-"""Least part of the generations that must be in noted passes, so that these measure the curve."""
+"""Smallest share of generations with recorded passes for which the passes give the curve."""
 
 
 def read_step(timeline: Timeline) -> Step:
-    """Return the step as the replay sees it.
+    """Return the parts of the step that a replay needs.
 
     Raises:
-        RecordError: the step has no trajectories, none of them generates, or it does not wait for them.
+        RecordError: the step has no trajectories, none of them generates, or the step does not wait for them.
     """
     rollout = _Reading(timeline).rollout()
     before, after = _driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
@@ -70,12 +70,12 @@ def read_step(timeline: Timeline) -> Step:
 
 
 class _Request(NamedTuple):
-    """A request in noted passes, on the owner's clock."""
+    """A request with recorded passes, on the owner's clock."""
 
     start_ns: int
-    """Time at which it arrived in the engine, or began if that is unknown."""
+    """Time at which the request arrived in the engine; if unknown, the start of its first pass."""
     begin_ns: int
-    """Begin of its first pass."""
+    """Start of the request's first pass."""
     end_ns: int
     tokens: int
     replica: int
@@ -98,13 +98,13 @@ class _Reading:
         self._replicas: dict[str, int] = {}
         self._numbers = count()
         self._requests = defaultdict[int, list[RequestKey]](list)
-        """The requests that each span names."""
+        """Requests that each span names, by index of the span."""
         for key, index in linked_requests(timeline).items():
             self._requests[index].append(key)
         self._rows = [passes_of_requests(engine) for engine in timeline.passes]
         self._passes = [pass_of_rows(engine) for engine in timeline.passes]
         self._noted = 0
-        """Number of generations whose requests are in noted passes."""
+        """Number of generations whose requests have recorded passes."""
 
     def rollout(self) -> Rollout:
         spans = [self._timeline.spans[root] for root in self._roots]
@@ -121,7 +121,7 @@ class _Reading:
         generations = [call for trajectory in trajectories for call in trajectory.generations()]
         engines = self._timeline.passes if self._noted >= _LINKED * len(generations) else ()
         if len({engine.replica for engine in engines}) < len(engines):
-            engines = ()  # a replica's load is that of all of its data-parallel engines
+            engines = ()  # the load of a replica is the sum over its engines
         curve = None if any(engine.noted.dropped for engine in engines) else measured(engines)
         return Rollout(
             start_ns=start_ns,
@@ -206,7 +206,7 @@ class _Reading:
         yield from self._calls_without_spans(root, begin_ns)
 
     def _calls_without_spans(self, root: int, begin_ns: int) -> Iterator[Call]:
-        """Yield the requests of a trajectory that turns name, and no span of a call."""
+        """Yield the requests of a trajectory that a turn names but that have no span of a call."""
         around = self._timeline.spans[root]
         for index in self._members[around.trajectory or ""]:
             if _kind(self._timeline.spans[index]) is not None or self._is_inside(index):
@@ -229,7 +229,7 @@ class _Reading:
                     )
 
     def _requests_of(self, indices: Iterable[int]) -> list[_Request]:
-        """Return the noted requests that a span of a call names, or a span below it."""
+        """Return the recorded requests that the spans of a call name, or spans below these."""
         inner = [below for index in indices for below in self._indices(index)]
         return [self._request(key) for index in inner for key in self._requests[index]]
 
@@ -245,8 +245,8 @@ class _Reading:
         return _Request(begin_ns - max(0, queued_ns), begin_ns, end_ns, tokens, engine.replica)
 
     def _grouped(self, root: int) -> list[list[int]]:
-        """Return the outermost spans of a trajectory that are calls, grouped: phases of one request are one
-        call.
+        """Return the outermost calls of a trajectory, each as a list of its spans: the phases of one request
+        are one call.
         """
         spans = self._timeline.spans
         outermost = [
@@ -263,13 +263,13 @@ class _Reading:
         return groups
 
     def _is_inside(self, index: int) -> bool:
-        """Return whether a span above this one is a call."""
+        """Return True if a span above this one, within the trajectory, is a call."""
         outer = above(self._timeline, self._timeline.spans[index])
         around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
         return any(_kind(span) is not None for span in around)
 
     def _indices(self, index: int) -> Iterator[int]:
-        """Yield the indices of a span and of those below it."""
+        """Yield the indices of a span and of all spans below it."""
         todo = [index]
         while todo:
             inner = todo.pop()
@@ -277,7 +277,7 @@ class _Reading:
             todo += self._below[inner]
 
     def _inside(self, index: int) -> Iterator[Span]:
-        """Yield a span and those below it."""
+        """Yield a span and all spans below it."""
         return (self._timeline.spans[inner] for inner in self._indices(index))
 
     def _waited(self, indices: Iterable[int], most_ns: int) -> int:
@@ -319,7 +319,9 @@ def _kind(span: Span) -> CallKind | None:
 
 
 def _continues(before: Span, after: Span) -> bool:
-    """Return whether `after` is the next phase of the request, or the tool, that `before` is a phase of."""
+    """Return True if `after` continues the call of `before`: the next phase of a request, or the work after a
+    wait.
+    """
     gap_ns = after.start_ns - (before.end_ns or 0)
     if before.parent != after.parent or not 0 <= gap_ns < _SAME_CALL_NS:
         return False
@@ -330,7 +332,7 @@ def _continues(before: Span, after: Span) -> bool:
 
 
 def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], int]:
-    """Return the calls in phases, and the end of the last phase. Calls that overlap are in one phase."""
+    """Return (phases of calls, end of the last phase in ns). Calls that overlap are in one phase."""
     phases: list[Phase] = []
     group: list[Call] = []
     until_ns = from_ns = begin_ns
@@ -354,10 +356,14 @@ def _phase(calls: Sequence[Call], after_ns: int) -> Phase:
 def _driver_stages(
     timeline: Timeline, begin_ns: int, end_ns: int
 ) -> tuple[list[DriverStage], list[DriverStage]]:
-    """Return the stages before and after the rollout from `begin_ns` to `end_ns`, with the time between them.
+    """Return (driver's stages before the rollout, stages after it), including the time between stages.
+
+    Args:
+        begin_ns: Start of the rollout.
+        end_ns: End of the rollout.
 
     Raises:
-        RecordError: a stage of the driver runs beside the rollout.
+        RecordError: a stage of the driver runs at the same time as the rollout.
     """
     spans = list(_stages(timeline, begin_ns, end_ns))
     _check(timeline, spans, begin_ns, end_ns)
@@ -366,8 +372,8 @@ def _driver_stages(
 
 
 def _stages(timeline: Timeline, begin_ns: int, end_ns: int) -> Iterator[Span]:
-    """Yield the outermost spans of the driver. A span around the rollout and more is replaced by the spans
-    below it.
+    """Yield the outermost spans of the driver. A span that contains the rollout and more is replaced by the
+    spans below it.
     """
     below: dict[int | None, list[int]] = {}
     for index, span in enumerate(timeline.spans):

@@ -1,9 +1,9 @@
 """The discrete-event replay of a rollout.
 
-A replica serves its requests at once, each at the rate of the service curve (processor sharing). A replica
-with slots serves at most as many; further requests wait, in the order in which they came. Tools run in a pool
-that takes them in the order in which they come; without a pool, each takes its measured time. Rewards, and
-the time between calls, take as long as measured.
+A replica serves its requests at the same time, each at the rate of the service curve (processor sharing). If
+a replica has a number of slots, it serves at most that many requests, and further requests wait in order of
+arrival. Tools run in a pool that takes them in order of arrival; without a pool, each tool takes its measured
+time. Rewards, and gaps between calls, take their measured time.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ _NEVER = float("inf")
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources of a replay, and the replica of each generation."""
+    """The resources of a replay, and the assignment of generations to replicas."""
 
     curve: Curve
     speeds: tuple[float, ...]
-    """Speed of each replica relative to the curve."""
+    """Speed of each replica as a factor of the curve."""
     works: Sequence[float]
-    """The tokens that each generation needs, by `Call.number`."""
+    """Tokens that each generation needs, by `Call.number`."""
     assigned: Sequence[Sequence[int]] | None = None
-    """The replica of each generation, by trajectory; None to use the replica with the fewest requests in
-    flight."""
+    """Replica of each generation, by trajectory. None to use the replica with the fewest requests at that
+    time."""
     slots: int | None = None
-    """Requests that a replica serves at once, or None for all of them."""
+    """Number of requests that a replica serves at once, or None for no limit."""
     tool_pool: int | None = None
     at_once: int | None = None
-    """Trajectories that can run at once, or None to start each when it was measured to start."""
+    """Number of trajectories that can run at once. None to start each at its measured time."""
 
 
 def replay(trajectories: Sequence[Trajectory], rules: Rules) -> list[float]:
-    """Return the end of each trajectory, in ns from the begin of the rollout."""
+    """Return the end of each trajectory, in ns from the start of the rollout."""
     return _Replay(trajectories, rules).run()
 
 
 _Placed: TypeAlias = "tuple[int, Call]"
-"""A call of a trajectory in the replay."""
+"""(index of the trajectory, call) in the replay."""
 _Event: TypeAlias = "tuple[float, int, int, int, Call | None]"
 """(time, order, kind, trajectory, call). A negative order stands for a replica whose next request ends."""
 _START, _CALL, _DONE, _END = range(4)
 
 
 class _Replica:
-    """A server that shares its speed among its requests."""
+    """A replica that shares its speed among its requests."""
 
     def __init__(self, rate_of: Callable[[int], float], speed: float, slots: int | None) -> None:
         self.ends_at = _NEVER
@@ -65,10 +65,9 @@ class _Replica:
         """Requests that wait for a slot: (order, work, call)."""
         self._rate_of, self._speed, self._slots = rate_of, speed, slots
         self._rate = 0.0
-        """The present rate of each request."""
+        """Present rate of each request, in tokens per ns."""
         self._served, self._at = 0.0, 0.0
-        """Tokens that a request in flight since the start would have got, and the time up to which they are
-        counted."""
+        """Tokens that a request in flight since the start would have been served until `_at`."""
 
     @property
     def load(self) -> int:
@@ -84,7 +83,7 @@ class _Replica:
         self._plan(at)
 
     def pop(self) -> _Placed:
-        """Remove the request that ends now, and start the first one that waits."""
+        """Remove the request that ends now, and start the first waiting one. Return the removed request."""
         self._served, _, placed = heappop(self.requests)
         if self.waiting:
             order, work, first = self.waiting.popleft()
@@ -112,7 +111,7 @@ class _Replay:
         self._order = 0
         self._phase = [0] * len(trajectories)
         self._running = [0] * len(trajectories)
-        """Number of calls of each trajectory's present phase that have not ended."""
+        """Number of calls in each trajectory's current phase that have not ended."""
         self._generated = [0] * len(trajectories)
         self._ends = [0.0] * len(trajectories)
         self._waiting: deque[_Placed] = deque()
@@ -127,7 +126,7 @@ class _Replay:
         while events:
             at, order, kind, trajectory, call = heappop(events)
             if order < 0:
-                if replicas[order].ends_at == at:  # else void: requests came or went since
+                if replicas[order].ends_at == at:  # else out of date: requests came or went
                     self._end_served(at, order)
             elif call is None:
                 self._next_phase(at, trajectory) if kind == _START else self._start(at)
@@ -138,7 +137,7 @@ class _Replay:
         return self._ends
 
     def _start(self, at: float) -> None:
-        """Start the next trajectory, if one is left."""
+        """Start the next trajectory if one is left."""
         if self._unstarted:
             self._plan(at, _START, self._unstarted.popleft(), None)
 
@@ -150,7 +149,7 @@ class _Replay:
         played, place = self._trajectories[trajectory], self._phase[trajectory]
         if place == len(played.phases):
             self._ends[trajectory] = at + played.rest_ns
-            if self._unstarted:  # there is a limit, and its end lets another start
+            if self._unstarted:  # there is a limit: this end lets another start
                 self._plan(self._ends[trajectory], _END, trajectory, None)
             return
         phase = played.phases[place]
@@ -204,14 +203,14 @@ class _Replay:
 def assignment(
     trajectories: Sequence[Trajectory], works: Sequence[float], changes: Changes, replicas: int
 ) -> list[list[int]] | None:
-    """Return the replica of each generation by trajectory, or None to use the replica with the
-    fewest requests in flight.
+    """Return the replica of each generation by trajectory. None to use the replica with the fewest requests
+    at that time.
 
-    If only the number of replicas changes, trajectories are dealt to the replicas in turn; single generations
-    are, if measured trajectories used several replicas.
+    If only the number of replicas changes, trajectories are assigned to the replicas in turn; or single
+    generations, if measured trajectories used several replicas.
 
     Args:
-        works: The tokens that each generation needs, by `Call.number`.
+        works: Tokens that each generation needs, by `Call.number`.
         replicas: Number of replicas in the measured step.
     """
     if changes.balance == "load":
@@ -230,7 +229,9 @@ def assignment(
 
 
 def _by_length(trajectories: Sequence[Trajectory], works: Sequence[float], replicas: int) -> list[list[int]]:
-    """Assign whole trajectories, the longest first, each to the replica with the fewest tokens so far."""
+    """Return the replica of each generation, with whole trajectories assigned: the longest first, each to the
+    replica with the fewest tokens so far.
+    """
     lengths = [sum(works[call.number] for call in played.generations()) for played in trajectories]
     loads = [0.0] * replicas
     dealt: list[list[int]] = [[] for _ in trajectories]

@@ -1,1 +1,1 @@
-"""Writers of reports: each gives a step's figures to one store, and is named in `finish.report_to`."""
+"""Writers of reports. Each gives a step's figures to one store, and is named in `finish.report_to`."""

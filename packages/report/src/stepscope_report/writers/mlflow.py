@@ -1,7 +1,7 @@
 """MLflow: a step's figures as metrics, and its page as an artifact.
 
-Both go to the run that MLFLOW_RUN_ID names, or to a new run. Store and experiment are those of
-MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
+Both go to the run named by MLFLOW_RUN_ID, or to a new run. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME
+name the store and the experiment.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """OpenTelemetry: a step as one trace of its spans, sent by OTLP over HTTP.
 
-The OTEL_EXPORTER_OTLP_* variables set the address and the headers. Ids follow from run, step and span: a step
-that is sent again is the same trace.
+The OTEL_EXPORTER_OTLP_* variables set the address and the headers. Ids are computed from run, step and span,
+so that sending a step again gives the same trace.
 
-Of the names of attributes, `gen_ai.*` are the semantic conventions for generative AI, of status Development
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/). `rl.*` are proposed
-(https://github.com/open-telemetry/semantic-conventions-genai/issues/88). Others begin with `stepscope.`, or
-are the user's own.
+Attribute names that begin with `gen_ai.` are those of the semantic conventions for generative AI, whose
+status is Development (https://opentelemetry.io/docs/specs/semconv/gen-ai/). Names that begin with `rl.` are
+proposed (https://github.com/open-telemetry/semantic-conventions-genai/issues/88). Other names begin with
+`stepscope.` or are the user's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from stepscope_report.timeline import Process, Span, Timeline
 from stepscope_report.writers.publish import ReportedStep
 
 MOST_SPANS = 10_000
-"""Largest number of spans of a step. Beyond it the shortest are left out, and the root counts them."""
+"""Largest number of spans that are sent for a step. Of more, the shortest are left out, and the root span has
+their number."""
 BATCH = 500
 Value: TypeAlias = str | int | float | bool | Sequence[str]
 RUN_ID = "rl.run.id"
@@ -45,7 +46,7 @@ _FACTS = {
     "output_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
 }
-"""{attribute of `record_request`: its name in OpenTelemetry}."""
+"""Names in OpenTelemetry of attributes that `record_request` sets."""
 _TOKENS = ("prompt_tokens", "output_tokens")
 
 
@@ -57,7 +58,7 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
     """Send the spans to the collector.
 
     Raises:
-        OSError: the collector did not take all of them.
+        OSError: the collector did not accept all of them.
     """
     spans = list(_spans_of(step))
     try:
@@ -71,14 +72,15 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
 
 
 def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
-    """Return the root, with the scalars as attributes, then the longest spans of aligned processes.
+    """Yield the root span with the step's figures as attributes, then the longest spans of processes with an
+    aligned clock.
 
-    Spans that another tracer made are not sent, because that tracer has sent them.
+    Spans that another tracer recorded are left out, because that tracer has sent them.
     """
     timeline, ended, ids = step.timeline, _Ended(), _Ids(step.timeline)
     service = os.environ.get("OTEL_SERVICE_NAME") or "stepscope"
     resource = Resource.create({"service.name": service, RUN_ID: timeline.run_id})
-    # Samplers and limits of the environment are for the spans of a service: here, each one is wanted.
+    # No samplers or limits from the environment, which are for services: every span here is wanted.
     provider = TracerProvider(
         sampler=ALWAYS_ON,
         resource=resource,
@@ -130,7 +132,7 @@ def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) 
 
 
 class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry is not installed
-    """Ids of the spans, the same as in carriers (`files.trace_context`)."""
+    """Generator of span ids. They are the same as in carriers (`files.trace_context`)."""
 
     def __init__(self, timeline: Timeline) -> None:
         run, step = timeline.run_id, timeline.step
@@ -138,7 +140,7 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry 
         self._processes = [SpanIds(run, step, process.info.key) for process in timeline.processes]
         self.root = int(SpanIds(run, step, "").span_id(0), 16)
         self.next_span = self.root
-        """The id of the span that is started next."""
+        """Id of the span that is started next."""
 
     def of(self, span: Span) -> int:
         return int(self._processes[span.process].span_id(span.number), 16)
@@ -148,8 +150,8 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry 
         return SpanContext(self.generate_trace_id(), span_id, is_remote=False, trace_flags=sampled)
 
     def parent(self, span: Span, above: Span | None) -> SpanContext:
-        """Return the context of a span's parent: a span that is sent, a span that another tracer sent to this
-        trace, or the root.
+        """Return the context of a span's parent: a span that is sent, a span of another tracer in this trace,
+        or the root.
         """
         foreign = parse_traceparent(span.traceparent)
         if above is not None:
@@ -192,8 +194,8 @@ def _attributes(span: Span, process: Process) -> dict[str, Value]:
 
 
 def _operation(span: Span) -> str | None:
-    """Return the operation: a rollout, a tool, or a call of the model, which is a span with tokens; else
-    None.
+    """Return the operation of a span: a rollout, a tool, or a model call (a span with tokens). None for other
+    spans.
     """
     attrs = span.attrs or {}
     if span.stage == "trajectory":
@@ -208,7 +210,7 @@ def _is_tool(span: Span) -> bool:
 
 
 def _own(span: Span) -> Mapping[str, Value | None]:
-    """Return the span's own attributes, and the name of the tool that it ran."""
+    """Return the span's own attributes, with the name of the tool that it ran."""
     attrs: dict[str, Value | None] = {
         _FACTS.get(name, name): value for name, value in (span.attrs or {}).items()
     }

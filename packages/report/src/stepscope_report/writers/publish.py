@@ -1,4 +1,4 @@
-"""Writers of a step's figures: their contract, and the program that gives them the step after a capture."""
+"""The contract of writers, and the program that gives them a step's figures after its capture."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ GROUP = "stepscope.writers"
 
 
 class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, as a writer gets it."""
+    """One step, in the form that a writer gets."""
 
     run: RunLayout
-    """The run's folder."""
+    """Layout of the run's folder."""
     report: StepReport
     timeline: Timeline
     scalars: dict[str, float]
-    """Numbers by name, as `stepscope_report.to_scalars` makes them."""
+    """Numbers by name, as from `stepscope_report.to_scalars`."""
 
     @property
     def page(self) -> str:
-        """Return `report.html` of the step, without its traces."""
+        """Return the HTML page of the step, made without reading its traces."""
         return render_step(self.timeline, self.report)
 
 
 class ReportWriter(Protocol):
-    """A writer gives a step to a store, in a process of its own beside the training. It is found through the
-    entry points `stepscope.writers`.
+    """A function that gives a step to a store. It runs in a process of its own beside the training, and is
+    found through the entry points `stepscope.writers`.
 
-    If it raises, the manifest records the error as the reason why the store does not have the step.
+    An error that it raises is recorded in the manifest as the reason why the store lacks the step.
     """
 
     def __call__(self, step: ReportedStep, /) -> None: ...
 
 
 def main(save_path: str, step: str, run_id: str, writers: str) -> int:
-    """Publish one step of a run and return the exit code. `writers` has commas between the names."""
-    os.umask(0o077)  # files of writers in the run's folder are as private as the others there
+    """Publish one step of a run and return the exit code. `writers` is a list of names with commas between
+    them.
+    """
+    os.umask(0o077)  # files of writers are as private as the others in the run's folder
     run = RunLayout(Path(save_path))
     try:
         figures = publish_step(run, run.step(int(step)), run_id, load_writers(writers.split(",")))
@@ -68,13 +70,15 @@ def load_writers(names: Iterable[str]) -> dict[str, ReportWriter]:
     """Return the writers with these names.
 
     Raises:
-        ConfigError: There is no such writer, or a package that it needs is not installed.
+        ConfigError: there is no such writer, or a package that it needs is not installed.
     """
     return {name.strip(): _load_writer(name.strip()) for name in names if name.strip()}
 
 
 def _load_writer(name: str) -> ReportWriter:
-    """Return a writer: ours, or that of another package through entry points."""
+    """Return the writer with this name: one of this package, or one that another package offers by an entry
+    point.
+    """
     try:
         if name in WRITERS:
             return cast(ReportWriter, import_module(f"stepscope_report.writers.{name}").on_report)
@@ -94,7 +98,7 @@ def _load_writer(name: str) -> ReportWriter:
 def publish_step(
     run: RunLayout, step: StepLayout, run_id: str | None, writers: Mapping[str, ReportWriter]
 ) -> StepScalars:
-    """Compute a step's figures, store them in its folder and give them to `writers`.
+    """Compute a step's figures, store them in the step's folder, and give them to `writers`.
 
     Raises:
         RecordError: The step cannot be read.
@@ -115,7 +119,7 @@ def publish_step(
 
 
 def outcomes(figures: StepScalars) -> list[str]:
-    """Return a line for each writer: how many figures it took, or its error."""
+    """Return a line for each writer, with the number of figures that it took, or its error."""
     return [
         f"{writer}: {failure or f'{len(figures.values)} figures'}"
         for writer, failure in figures.written.items()
@@ -125,6 +129,6 @@ def outcomes(figures: StepScalars) -> list[str]:
 def _write(writer: ReportWriter, reported: ReportedStep) -> str | None:
     try:
         writer(reported)
-    except Exception as error:  # a store that is away must not keep the figures from the others
+    except Exception as error:  # an unreachable store must not keep the figures from the others
         return f"{type(error).__name__}: {error}"[:500]
     return None

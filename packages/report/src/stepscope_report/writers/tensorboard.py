@@ -16,7 +16,7 @@ def on_report(step: ReportedStep) -> None:
     writer = EventFileWriter(str(folder))
     try:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in step.scalars.items()]
-        # The time of the capture, not of the writing: curves over time are then those of the run.
+        # The time of the capture, not of writing, so that curves over time show the run.
         event = Event(wall_time=report.opened_ns / 1e9, step=report.step, summary=Summary(value=values))
         writer.add_event(event)
     finally:

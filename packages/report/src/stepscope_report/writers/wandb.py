@@ -1,7 +1,8 @@
-"""Weights & Biases: a step's figures and its page in the run that the training logs to, else in a new run.
+"""Weights & Biases: a step's figures and its page, in the run that the training logs to if there is one, else
+in a new run.
 
-W&B's service holds the training's run, and takes records from other processes too, online and offline.
-Project, entity, group and mode of a run of their own are those of the WANDB_* variables.
+The service process of W&B holds the training's run and accepts records from other processes too, online and
+offline. For a new run, the WANDB_* variables set project, entity, group and mode.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import wandb
 from stepscope_report.writers.publish import ReportedStep
 
 _SERVICE = "WANDB_SERVICE"
-"""Variable by which W&B passes its service on to the children of a process."""
+"""Variable in which W&B passes the address of its service to child processes."""
 _REPORTED = "stepscope/reported"
-"""The last step whose figures were given to W&B. `stepscope/step` is the last that it has in a row."""
+"""Name of the value that holds the last step whose figures were given to W&B. `stepscope/step` in the run is
+the last step in a complete row."""
 
 
 def on_report(step: ReportedStep) -> None:
     training = _training_run()
     if training is not None:
-        _log_beside(training, step)  # and it stays open
+        _log_beside(training, step)  # the training's run stays open
         return
-    os.environ.pop(_SERVICE, None)  # the training's may end before this process
+    os.environ.pop(_SERVICE, None)  # the training's service may end before this process
     run_id = step.report.run_id
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "stepscope",
@@ -37,21 +39,21 @@ def on_report(step: ReportedStep) -> None:
 
 
 def _training_run() -> wandb.Run | None:
-    """Return the run of WANDB_RUN_ID, or None if the parent process has no such run open."""
+    """Return the run named by WANDB_RUN_ID. None if the training process has no such run open."""
     run_id = os.environ.get("WANDB_RUN_ID")
     if run_id is None or _SERVICE not in os.environ:
         return None
     try:
-        return wandb._attach(run_id)  # `wandb.attach` in newer versions, which have both
-    except Exception:  # of several kinds: the run, or the service, has ended
+        return wandb._attach(run_id)  # newer versions also have `wandb.attach`
+    except Exception:  # of various types: the run or the service has ended
         return None
 
 
 def _log_beside(run: wandb.Run, step: ReportedStep) -> None:
-    """Log a step in the row that the training has open, unless the figures of another step wait in that row.
+    """Log a step in the row that the training has open. That row must not hold the figures of another step.
 
     Raises:
-        OSError: Figures of another step wait there, and would be overwritten.
+        OSError: figures of another step are in the row, and would be overwritten.
     """
     reported, logged = run.summary.get(_REPORTED), run.summary.get("stepscope/step")
     if reported not in (None, logged, step.report.step):
@@ -64,9 +66,10 @@ def _log_beside(run: wandb.Run, step: ReportedStep) -> None:
 
 
 def _log(run: wandb.Run, step: ReportedStep) -> None:
-    """Log the scalars as `stepscope/<name>` over `stepscope/step`, and the page.
+    """Log the figures as `stepscope/<name>` over `stepscope/step`, and the page.
 
-    They join the row that is open: W&B drops what the training logs for a step that is below its own.
+    They are added to the row that is open. W&B would drop later logs of the training if they opened a new row
+    with a higher step.
     """
     run.define_metric("stepscope/*", step_metric="stepscope/step")
     figures = {f"stepscope/{name}": value for name, value in step.scalars.items()}
