@@ -1,6 +1,6 @@
-"""The tool: a calculator in a process of its own, reached over pipes with one line in each direction.
+"""The tool of the demo: a calculator in its own process, reached over pipes with one line in each direction.
 
-As a script, this file is the calculator; `Calculator` is its client.
+`Calculator` is the client. As a script, this file is the calculator itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EXPRESSION = re.compile(r"(\d+)([+-])(\d+)", re.ASCII)
 
 
 def evaluate(expression: str) -> str:
-    """Return the value of `number + number` or `number - number`, or `!` for anything else."""
+    """Return the value of `number + number` or `number - number` as text, or `!` for any other text."""
     match = _EXPRESSION.fullmatch(expression)
     if match is None:
         return "!"
@@ -24,11 +24,11 @@ def evaluate(expression: str) -> str:
 
 
 class Calculator:
-    """Async context manager in which the calculator's process runs."""
+    """Async context manager that starts the calculator's process and ends it."""
 
     async def __aenter__(self) -> Calculator:
         self._one_at_a_time = asyncio.Lock()
-        # -I -S: the standard library and nothing of this process' environment.
+        # -I -S: only the standard library, and nothing from this process' environment
         command = (sys.executable, "-I", "-S", __file__)
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         return self
@@ -37,7 +37,7 @@ class Calculator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()  # the process ends with its input
+            self._process.stdin.close()  # the process ends when its input does
         await self._process.wait()
 
     @property
@@ -45,10 +45,10 @@ class Calculator:
         return self._process.pid
 
     async def ask(self, expression: str) -> str:
-        """Return the value of `expression`, or `!`.
+        """Return the value of `expression` as text, or `!` if it is invalid.
 
         Raises:
-            RuntimeError: the process is gone.
+            RuntimeError: the process has ended.
         """
         async with self._one_at_a_time:
             answer = await self._exchange(expression.encode() + b"\n")
@@ -64,12 +64,12 @@ class Calculator:
         try:
             return await stdout.readline()
         except asyncio.CancelledError:
-            stdin.close()  # the next question would get this answer
+            stdin.close()  # else the next question would get this answer
             raise
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for its client, whose end ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the client, which ends this process
     for line in sys.stdin:
         sys.stdout.write(evaluate(line.rstrip("\n")) + "\n")
         sys.stdout.flush()

@@ -1,6 +1,7 @@
-"""A Llama of 0.1 M parameters: one forward pass that trains, and decodes with a KV cache.
+"""A Llama of 0.1 M parameters, with one forward pass for training and for decoding with a KV cache.
 
-It is small but an exact Llama, so that real inference engines can load its weights (`llama_weights`).
+It is an exact Llama in spite of its size, so that real inference engines can load its weights
+(`llama_weights`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from stepscope_report.demo.task import MAX_TOKENS, VOCABULARY
 
 LAYERS = 2
 HEADS = 2
-HEAD_DIM = 32  # vLLM's attention on CPUs takes no smaller one
+HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs accepts
 WIDTH = HEADS * HEAD_DIM
 HIDDEN = 3 * WIDTH
 ROPE_THETA = 1000.0
@@ -21,7 +22,9 @@ NORM_EPSILON = 1e-6
 
 
 class KVCache:
-    """Keys and values of up to `slots` sequences, each [layers, slots, heads, MAX_TOKENS, head_dim]."""
+    """Keys and values of up to `slots` sequences, each of shape [layers, slots, heads,
+    MAX_TOKENS, head_dim].
+    """
 
     def __init__(self, slots: int) -> None:
         shape = (LAYERS, slots, HEADS, MAX_TOKENS, HEAD_DIM)
@@ -29,7 +32,9 @@ class KVCache:
 
 
 class View:
-    """The part of a cache that one batch continues: row i is in slot `slots[i]`, at `positions[i]`."""
+    """The part of a cache that one batch continues. Row i of the batch is in slot `slots[i]`, from
+    `positions[i]` on.
+    """
 
     def __init__(self, cache: KVCache, slots: Tensor, positions: Tensor) -> None:
         self.positions = positions
@@ -37,10 +42,12 @@ class View:
         self._slots = slots
         self._end = int(positions.max()) + 1
         self.seen = torch.arange(self._end) <= positions[:, None, :, None]
-        """The attention mask of each token: [batch, 1, time, end]."""
+        """Attention mask of each token, of shape [batch, 1, time, end]."""
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [batch, heads, time, head_dim]; return all up to these: [batch, heads, end, head_dim]."""
+        """Store keys and values [batch, heads, time, head_dim]. Return all up to these: [batch, heads, end,
+        head_dim].
+        """
         keys, values, rows = self._cache.keys[layer], self._cache.values[layer], self._slots[:, None]
         keys[rows, :, self.positions] = key.transpose(1, 2)
         values[rows, :, self.positions] = value.transpose(1, 2)
@@ -101,10 +108,11 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
 
     def forward(self, tokens: Tensor, cached: View | None = None) -> Tensor:
-        """Return logits [batch, time, vocabulary] for `tokens` [batch, time] of new or continued sequences.
+        """Return logits [batch, time, vocabulary] for `tokens` [batch, time], which begin or continue
+        sequences.
 
-        Padding on the right is harmless: no token before it attends to it, and in a cache it is overwritten
-        before anything does.
+        Padding on the right has no effect: no earlier token attends to it, and in a cache it is overwritten
+        before a token attends to it.
         """
         positions = torch.arange(tokens.shape[1])[None] if cached is None else cached.positions
         x = self.embed(tokens)
@@ -115,7 +123,7 @@ class Transformer(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Embed the positions [batch or 1, time] in `x` [batch, heads, time, head_dim] by rotation."""
+    """Add the positions [batch or 1, time] to `x` [batch, heads, time, head_dim] as rotations (RoPE)."""
     half = HEAD_DIM // 2
     frequency = ROPE_THETA ** (-torch.arange(half) / half)
     angle = positions[:, None, :, None] * frequency
@@ -125,7 +133,9 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the log-probability [batch, time - 1] of each token but the first, given those before it."""
+    """Return the log-probability [batch, time - 1] of each token except the first, given the tokens before
+    it.
+    """
     logits: Tensor = model(tokens)[:, :-1]
     return -functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
 

@@ -1,9 +1,9 @@
 """A rollout replica: continuous batching over a KV cache, in an async Ray actor.
 
 Requests wait until a slot of the cache is free. Requests that are admitted together are prefilled together.
-Then all running requests decode one token per forward pass. Each leaves at the end of its turn. The agent
-loop (`play`) holds one conversation of a replica and the calculator; many run at once. `EngineReplica` is the
-base of replicas with real engines, which load the demo's model from disk.
+Then all running requests decode one token per forward pass, and each leaves at the end of its turn. The agent
+loop `play` runs one conversation between a replica and the calculator; many run at once. `EngineReplica` is
+the base class of replicas with real engines, which load the demo's model from disk.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 def write_checkpoint(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`. A reader sees either the earlier weights or the new
-    ones.
+    """Write `config.json` and `model.safetensors`. A reader sees either the old or the new weights, never a
+    mixture.
     """
     from safetensors.torch import save_file
 
@@ -59,7 +59,7 @@ def write_checkpoint(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def warmed_up(updates: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return the weights of a model after supervised updates on solved chains."""
+    """Return the weights of a model after supervised updates on solved problems."""
     torch.manual_seed(seed)
     model, rng = Transformer(), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
@@ -78,10 +78,12 @@ def weight_facts(_replica: object, weights: Mapping[str, Tensor]) -> dict[str, i
 
 
 class EngineReplica(ABC):
-    """An engine with the methods of `stepscope_report.demo.rollout.RolloutReplica`, in an async Ray actor."""
+    """Base class of replicas with an inference engine: the methods of `RolloutReplica`, in an async Ray
+    actor.
+    """
 
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables for the environment of the engine. Those that are set already stay."""
+    """Environment variables for the engine. Variables that are already set are kept."""
 
     def __init__(self, seed: int, config: ProfileConfig, replica: int) -> None:
         self.config = config
@@ -92,12 +94,12 @@ class EngineReplica(ABC):
 
     @property
     def model_path(self) -> str:
-        """A folder as Hugging Face has them: `config.json` and `model.safetensors`."""
+        """Folder with the model in the form of Hugging Face: `config.json` and `model.safetensors`."""
         return self._folder.name
 
     @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Build the engine with the first weights; reload it with later ones."""
+        """Build the engine with the first weights, or reload it with later ones."""
 
         await asyncio.to_thread(write_checkpoint, Path(self.model_path), weights)
         if self._built:
@@ -108,7 +110,7 @@ class EngineReplica(ABC):
             self._built = True
 
     async def generate(self, prompt: list[int], name: str, carried: Mapping[str, object] | None) -> list[int]:
-        """Return the tokens of one turn of the model, as `RolloutReplica.generate` does."""
+        """Return the tokens of one model turn, as `RolloutReplica.generate` does."""
         seed = zlib.crc32(f"{self._seed} {name}".encode())
         with attach(carried), span("request", role="rollout") as served:
             tokens, output = await self.answer(prompt, name, seed)
@@ -125,25 +127,25 @@ class EngineReplica(ABC):
 
     @abstractmethod
     async def reload(self) -> None:
-        """Load the weights in `model_path` again, and drop caches of the old ones."""
+        """Load the weights in `model_path` again, and drop caches that depend on the old weights."""
 
     @abstractmethod
     async def answer(self, prompt: list[int], name: str, seed: int) -> tuple[list[int], Any]:
-        """Return the tokens that the model writes after `prompt`, and the engine's full output.
+        """Return (tokens that the model writes after `prompt`, output object of the engine).
 
         The tokens include the end of the turn.
 
         Args:
-            name: The name of the request.
+            name: Id of the request.
         """
 
     @abstractmethod
     def record(self, served: Span, output: Any) -> None:
-        """Split the time of a request on its span, according to the engine's full output."""
+        """Record on the span `served` how the engine's output splits the time of the request."""
 
     @abstractmethod
     def end(self) -> None:
-        """End the engine and its processes."""
+        """Stop the engine and its processes."""
 
 
 SLOTS = 32
@@ -192,7 +194,7 @@ class RolloutReplica:
         self.running: list[Request] = []
         self.serving: asyncio.Task[None] | None = None
         self.version = -1
-        """Version of the weights: 0 for the first ones."""
+        """Version of the weights. The first weights have version 0."""
 
     @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: Weights) -> None:
@@ -200,11 +202,11 @@ class RolloutReplica:
         self.version += 1
 
     async def generate(self, prompt: list[int], name: str, carried: Mapping[str, object] | None) -> list[int]:
-        """Return the tokens of one turn of the model.
+        """Return the tokens of one model turn.
 
         Args:
-            name: The name of the request. With the seed it determines the samples, for any batch.
-            carried: The caller's `carrier()`: spans recorded here are children of the caller's span.
+            name: Id of the request. Together with the seed it determines the samples, whatever the batch.
+            carried: The caller's `carrier()`, so that spans recorded here are children of the caller's span.
         """
         request = Request(name, prompt, random.Random(f"{self.seed} {name}"))
         self.waiting.append(request)
@@ -225,10 +227,10 @@ class RolloutReplica:
         return request.output
 
     async def shut_down(self) -> None:
-        """Do nothing: this replica has no processes of its own."""
+        """Do nothing, because this replica has no processes of its own."""
 
     async def _serve(self) -> None:
-        """Run forward passes while there are requests, which come and go at the `sleep(0)`s."""
+        """Run forward passes while there are requests. Requests come and go during each `sleep(0)`."""
         try:
             while self.waiting or self.running:
                 admitted = self._admit()
@@ -237,7 +239,7 @@ class RolloutReplica:
                 await asyncio.sleep(0)
         except Exception as error:
             for request in (*self.running, *self.waiting):
-                request.fail(error)  # its caller raises it
+                request.fail(error)  # raised in its caller
             self.waiting.clear()
             self.running.clear()
             self.free = list(range(SLOTS))
@@ -297,7 +299,7 @@ class RolloutReplica:
 async def play(
     name: str, problem: task.Problem, replica: ActorHandle[Any], calculator: Calculator, policy_version: int
 ) -> Trajectory:
-    """Work on `problem` until the model answers, is cut off, or has used up its turns."""
+    """Work on `problem` until the model answers, is cut off, or has used all turns. Return the trajectory."""
     played, left = Trajectory(name, problem), problem
     played.hear("^" + left.text)
     with trajectory(name, policy_version=policy_version):

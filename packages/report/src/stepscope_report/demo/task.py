@@ -1,12 +1,13 @@
-"""The task: work a chain like `8+5-3` out with a calculator, one operation a turn.
+"""The task of the demo: to compute a chain such as `8+5-3` with a calculator, one operation per turn.
 
-A trajectory is one string. After a `=`, the model writes a call up to `>`, or its answer up to `.`. The rest
-is given: the first operation is the prompt, and each call's result comes with the next operation:
+A trajectory is one string. After a `=`, the model writes a call up to `>`, or its answer up to `.`.
+Everything else is given: the first operation is the prompt, and the result of each call comes with the next
+operation:
 
     ^8+5=<8+5>13-3=<13-3>10=10.
 
-So the model has to copy an operation into a call if there is one, and else the result into an answer.
-Trajectories, their batches and GRPO's advantages are here too.
+So the model has to copy an operation into a call if there is one, and otherwise the result into an answer.
+Trajectories, their batches and GRPO's advantages are also here.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ VOCABULARY = " ^0123456789+-=<>.!"
 PADDING = VOCABULARY.index(" ")
 END_OF_TURN = frozenset(VOCABULARY.index(char) for char in ">.")
 TURN_TOKENS = 8
-"""The largest length of a turn. The longest correct one is `<99+9>`."""
+"""Largest number of tokens in a turn. The longest correct turn is `<99+9>`."""
 OPERATIONS = (1,) * 5 + (2,) * 4 + (3,) * 3 + (5, 5, 8, 12)
-"""Lengths of the problems of one step: most are short, and a few are much longer."""
+"""Number of operations of each problem in a step: most are short, and a few are much longer."""
 REFUSED = "!"
 """The calculator's answer to an invalid call."""
 EXTRA_TURNS = 2
-"""Additional turns for calls that were refused."""
+"""Number of additional turns for calls that the calculator refuses."""
 MAX_TOKENS = 6 + (max(OPERATIONS) + 1 + EXTRA_TURNS) * (TURN_TOKENS + 9)
-"""The longest trajectory: at most 6 tokens of prompt, and after each turn at most 9 like `!-9998+9=`."""
+"""Largest length of a trajectory: a prompt of at most 6 tokens, and after each turn at most 9, such as
+`!-9998+9=`."""
 
 
 def encode(text: str) -> list[int]:
@@ -46,13 +48,13 @@ def decode(tokens: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """The rest of a chain: `8 + 5 - 3` as terms."""
+    """The part of a chain that is not computed yet: `8 + 5 - 3` as terms."""
 
     terms: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The next prompt of the model: the next operation, or the last result."""
+        """Next prompt of the model: the next operation, or the last result."""
         return "".join(self.terms[:3]) + "="
 
     @property
@@ -60,7 +62,7 @@ class Problem:
         return len(self.terms) // 2 + 1 + EXTRA_TURNS
 
     def after(self, result: str) -> Problem:
-        """Return the rest of the chain after a call. A refused call changes nothing."""
+        """Return the rest of the chain after a call with this result. A refused call leaves it unchanged."""
         return self if result == REFUSED else Problem((result, *self.terms[3:]))
 
     def solution(self) -> list[str]:
@@ -74,7 +76,7 @@ class Problem:
 
 
 def make_problem(rng: random.Random, operations: int) -> Problem:
-    """Return a random chain with all results in 0..99."""
+    """Return a random chain whose results are all in 0..99."""
     value = rng.randint(1, 9)
     terms = [str(value)]
     for _ in range(operations):
@@ -86,7 +88,7 @@ def make_problem(rng: random.Random, operations: int) -> Problem:
 
 
 def reward(problem: Problem, turns: Sequence[str]) -> float:
-    """Return the share of the solution's turns that were taken, in their order; 1.0: all of them."""
+    """Return the share of the solution's turns that the model took in order, from 0.0 to 1.0."""
     expected, taken = problem.solution(), 0
     for turn in turns:
         if taken < len(expected) and turn == expected[taken]:
@@ -102,7 +104,7 @@ class Trajectory:
     problem: Problem
     tokens: list[int] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
-    """True for each token that the model wrote."""
+    """True for each token that the model wrote, False for each given one."""
     turns: list[str] = field(default_factory=list)
     reward: float = 0.0
 
@@ -110,7 +112,7 @@ class Trajectory:
         self._add(encode(text), action=False)
 
     def say(self, tokens: list[int]) -> str:
-        """Add a turn of the model and return it as text."""
+        """Add a turn of the model. Return it as text."""
         self._add(tokens, action=True)
         self.turns.append(decode(tokens))
         return self.turns[-1]
@@ -122,14 +124,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Batch:
-    """n trajectories. Tensors per predicted token are [n, time - 1]: column i belongs to token i + 1."""
+    """A batch of n trajectories. Tensors for predicted tokens have shape [n, time - 1]; column i belongs to
+    token i + 1.
+    """
 
     tokens: Tensor
-    """[n, time]"""
+    """Shape [n, time]."""
     actions: Tensor
     """1.0 if the model wrote the token, else 0.0."""
     advantages: Tensor
-    """[n, 1]"""
+    """Shape [n, 1]."""
     old_log_probs: Tensor
     """Log-probabilities under the policy that generated the tokens."""
     ref_log_probs: Tensor
@@ -139,14 +143,16 @@ class Batch:
 
 
 def pad(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
-    """Return `tokens` and `actions` as in a `Batch`."""
+    """Return the tensors `tokens` and `actions` of a `Batch`."""
     tokens = [torch.tensor(attempt.tokens) for attempt in trajectories]
     actions = [torch.tensor(attempt.actions, dtype=torch.float)[1:] for attempt in trajectories]
     return pad_sequence(tokens, True, PADDING), pad_sequence(actions, True)
 
 
 def group_advantages(rewards: Sequence[float], group: int) -> Tensor:
-    """Return GRPO's advantages [n, 1]: each reward against the mean and spread of its `group` attempts."""
+    """Return GRPO's advantages [n, 1]: each reward relative to the mean and spread of its group of `group`
+    attempts.
+    """
     grouped = torch.tensor(rewards).view(-1, group)
     spread = grouped.std(dim=1, keepdim=True) + 1e-4
     return ((grouped - grouped.mean(dim=1, keepdim=True)) / spread).view(-1, 1)

@@ -1,4 +1,6 @@
-"""The main program of `stepscope demo`: GRPO over the actors of a Ray cluster, some of its steps captured."""
+"""The main program of `stepscope demo`: GRPO with the actors of a Ray cluster. Some of its steps are
+captured.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,10 @@ from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 ACTORS = 2
 REPLICAS = 2
 GROUP = 8
-"""The number of attempts at each problem."""
+"""Number of attempts at each problem."""
 WARM_UP = 30
-"""Supervised updates before the first step: enough to call the calculator, not enough to do so right."""
+"""Number of supervised updates before the first step: enough for the model to call the calculator, but not to
+call it correctly."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class StepResult:
     solved: float
     """Share of the trajectories with the full reward."""
     tokens: int
-    """The number of tokens that the model wrote."""
+    """Number of tokens that the model wrote."""
     kl: float
     seconds: float
 
@@ -55,7 +58,9 @@ class StepResult:
 
 
 class Trainer:
-    """A trainer that places its actors on construction. Call `set_up` before the first `step`."""
+    """A trainer that creates its actors in its constructor. `set_up` must be called before the
+    first `step`.
+    """
 
     def __init__(
         self,
@@ -84,11 +89,13 @@ class Trainer:
 
     @property
     def workers(self) -> dict[str, list[ActorHandle[Any]]]:
-        """The workers that a capture records, by role. The replicas take part through `engines`."""
+        """Workers that a capture records, by role. The replicas are recorded through `engines` instead."""
         return {"actor": self.actors, "ref": [self.reference]}
 
     async def set_up(self, warm_up: int) -> float:
-        """Join the actors, warm the policy up and send it to the others. Return the supervised loss."""
+        """Connect the actors, warm up the policy, and send its weights to the others. Return the supervised
+        loss.
+        """
         port = await self.actors[0].serve.remote()
         await asyncio.gather(*(actor.join.remote(port) for actor in self.actors))
         losses = await asyncio.gather(*(actor.warm_up.remote(warm_up) for actor in self.actors))
@@ -98,7 +105,7 @@ class Trainer:
         return fmean(losses)
 
     async def shut_down(self) -> None:
-        """Stop the replicas, then their actors: an engine's processes may outlive their actor."""
+        """Stop the replicas, then their actors, because the processes of an engine may outlive its actor."""
         await asyncio.gather(*(replica.shut_down.remote() for replica in self.replicas))
         for actor in (*self.actors, self.reference, *self.replicas):
             ray.kill(actor)
@@ -125,7 +132,7 @@ class Trainer:
         )
 
     async def _rollout(self, step: int) -> list[Trajectory]:
-        """Make GROUP attempts at each problem of the step, all at once, in turn on each replica."""
+        """Make `GROUP` attempts at each problem of the step, all at once. The replicas take them in turn."""
         problems = [task.make_problem(self.rng, operations) for operations in task.OPERATIONS]
         attempts = [(index, attempt) for index in range(len(problems)) for attempt in range(GROUP)]
         return await asyncio.gather(
@@ -142,7 +149,9 @@ class Trainer:
         )
 
     async def _log_probs(self, played: list[Trajectory], advantages: Tensor) -> Batch:
-        """Compute log-probabilities: each actor on its share, and the reference on all, at the same time."""
+        """Compute log-probabilities: each actor for its share, and the reference for all, at the
+        same time.
+        """
         tokens, actions = pad(played)
         *shares, reference = await asyncio.gather(
             *(actor.compute_log_prob.remote(tokens[rank::ACTORS]) for rank, actor in enumerate(self.actors)),
@@ -161,24 +170,26 @@ class Trainer:
 
 
 class Choice(NamedTuple):
-    """An engine, and the Python that it runs on; None for the Python of this process."""
+    """An engine, and the Python that runs it. The Python is None for that of this process."""
 
     engine: str
     python: str | None
 
 
 def choices(engine: str) -> list[Choice]:
-    """Parse `vllm`, or `vllm=/there/bin/python,sglang=/here/bin/python`: the replicas take them in turn."""
+    """Parse `vllm`, or `vllm=/there/bin/python,sglang=/here/bin/python`. The replicas take the choices in
+    turn.
+    """
     parts = [part.partition("=") for part in engine.split(",")]
     return [Choice(name.strip(), python.strip() or None) for name, _, python in parts]
 
 
 _REPLICAS = {"vllm": "stepscope_vllm._demo:VllmReplica", "sglang": "stepscope_sglang._demo:SglangReplica"}
-"""Engine -> the class of its package for the demo."""
+"""Class of the replica for the demo, by engine."""
 
 
 def replica_class(engine: str) -> type:
-    """Return `RolloutReplica`, or the class that the package of `engine` has for the demo.
+    """Return the class of the replicas for `engine`: `RolloutReplica`, or the one in the engine's adapter.
 
     Raises:
         StepscopeError: no installed package has such a class.
@@ -205,13 +216,13 @@ def _place(cls: type, *args: object, python: str | None = None) -> ActorHandle[A
 @dataclass(frozen=True)
 class DemoResult:
     save_path: Path
-    """Absolute."""
+    """Absolute path of the run's folder."""
     rewards: tuple[float, ...]
-    """Mean reward of each step, between 0 and 1."""
+    """Mean reward of each step, from 0 to 1."""
     captured: tuple[int, ...]
-    """The steps that were captured."""
+    """Numbers of the captured steps."""
     seconds: float
-    """Total duration, with the start of Ray."""
+    """Total duration in seconds, including the start of Ray."""
 
 
 def run_demo(
@@ -224,22 +235,22 @@ def run_demo(
     iterations: int = 200,
     on_progress: Callable[[str], None] = print,
 ) -> DemoResult:
-    """Train for `steps` steps, and profile those in `captured` into `save_path`.
+    """Train for `steps` steps, and profile the steps in `captured` into `save_path`.
 
-    If Ray does not run in this process, it is started, and shut down at the end on every path.
+    If this process is not connected to Ray, Ray is started, and shut down at the end in any case.
 
     Args:
-        engine: The engine that generates: `torch`, the demo's own continuous batching, or an installed
-            adapter with a replica for the demo (`vllm`, `sglang`). Two of different environments:
-            `vllm=/there/bin/python,sglang=/here/bin/python`, each with this Ray and this stepscope.
-        iterations: Forward passes of each replica that its profiler records.
+        engine: The engine that generates: `torch` (the demo's own continuous batching), or an installed
+            adapter with a replica for the demo (`vllm`, `sglang`). Two engines in different environments:
+            `vllm=/there/bin/python,sglang=/here/bin/python`, each with the same Ray and stepscope as here.
+        iterations: Forward passes that the profiler of each replica records.
 
     Raises:
         ConfigError: `save_path` cannot be written.
     """
     began = time.perf_counter()
     config = _profile(save_path.resolve(), [step for step in captured if step < steps], iterations)
-    check_save_path(config, on_ray=True)  # before anything is started
+    check_save_path(config, on_ray=True)  # before anything starts
     ours = not ray.is_initialized()
     try:
         if ours:
@@ -254,7 +265,7 @@ def run_demo(
 
 
 def _profile(save_path: Path, captured: Sequence[int], iterations: int) -> ProfileConfig:
-    """Return a configuration for all actors, the reference, and forward passes of each replica."""
+    """Return a configuration that records all actors, the reference, and forward passes of each replica."""
     return ProfileConfig(
         save_path=save_path,
         steps=captured,
@@ -263,12 +274,12 @@ def _profile(save_path: Path, captured: Sequence[int], iterations: int) -> Profi
             "ref": {"ranks": "all"},
             "rollout": {"ranks": "all", "engine": {"iterations": {"count": iterations}}},
         },
-        budget={"fanout_seconds": 180},  # SGLang writes 90 MB as it stops, which takes a busy machine 40 s
+        budget={"fanout_seconds": 180},  # SGLang writes 90 MB when it stops: 40 s if busy
     )
 
 
 def start_ray() -> None:
-    """Start a Ray of this process alone, without dashboard and usage report. RAY_ADDRESS does not count."""
+    """Start Ray for this process alone, without dashboard and usage report, and whatever RAY_ADDRESS says."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         address="local",
@@ -276,7 +287,7 @@ def start_ray() -> None:
         include_dashboard=False,
         object_store_memory=128 * 1024**2,
         logging_level=logging.ERROR,
-        log_to_driver=False,  # a failure of a worker comes back as an exception, or is in the manifest
+        log_to_driver=False,  # a worker's failure is an exception here, or in the manifest
     )
 
 
@@ -299,6 +310,6 @@ async def _train(
             rewards.append(result.reward)
             captures.append(cap)
         for cap in captures:
-            await asyncio.to_thread(cap.result.wait)  # for the traces, which are written in the background
+            await asyncio.to_thread(cap.result.wait)  # until the traces are written
         await trainer.shut_down()
     return rewards

@@ -1,7 +1,7 @@
-"""The training side: actor workers that train one model together, and their reference.
+"""The training side of the demo: actor workers that train one model together, and a reference worker.
 
-The classes are plain; the trainer places them as Ray actors. `profile_step` marks the methods that are stages
-of a step.
+The classes are plain Python. The trainer makes Ray actors of them. `profile_step` marks the methods that are
+stages of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class ActorWorker:
         self.model = Transformer()
 
     def serve(self) -> int:
-        """Open the store at which the ranks meet, on rank 0. Return its port, which the system picks."""
+        """Open the store through which the ranks find each other, on rank 0. Return its port, which the
+        system chose.
+        """
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self.store.port
 
@@ -49,7 +51,7 @@ class ActorWorker:
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=WARM_UP_RATE, weight_decay=0.0)
 
     def warm_up(self, updates: int, batch_size: int = 32) -> float:
-        """Run supervised updates on solved chains, so that GRPO has rewards. Return the last loss."""
+        """Run supervised updates on solved problems, so that GRPO gets rewards. Return the last loss."""
         loss = torch.zeros(())
         for _ in range(updates):
             tokens, actions = pad([solved(self.rng) for _ in range(batch_size)])
@@ -70,12 +72,12 @@ class ActorWorker:
         for index in range(MINI_BATCHES):
             loss, metrics = grpo_loss(self.policy, batch[index::MINI_BATCHES], self.world_size)
             self._descend(loss)
-            advance()  # a mini-batch is done: moves a torch.profiler schedule on, if one is configured
+            advance()  # the mini-batch is done: a torch.profiler schedule, if configured, moves on
         return metrics
 
     @profile_step(role="actor")
     def sync_weights(self) -> Weights:
-        """Return the policy's weights, which the replicas load."""
+        """Return the policy's weights for the replicas."""
         return {name: value.detach() for name, value in self.model.state_dict().items()}
 
     def _descend(self, loss: Tensor) -> None:
@@ -86,7 +88,7 @@ class ActorWorker:
 
 
 class ReferenceWorker:
-    """The policy before its reinforcement."""
+    """The policy as it was before reinforcement learning."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -102,14 +104,16 @@ class ReferenceWorker:
 
 
 def grpo_loss(policy: nn.Module, batch: Batch, world_size: int) -> tuple[Tensor, dict[str, float]]:
-    """Return PPO's clipped loss with the group's advantages, and the KL to the reference (estimator k3)."""
+    """Return PPO's clipped loss with the group's advantages, and the KL divergence to the reference
+    (estimator k3).
+    """
     log_probs = token_log_probs(policy, batch.tokens) * batch.actions
     ratio = (log_probs - batch.old_log_probs * batch.actions).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     objective = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
     away = batch.ref_log_probs * batch.actions - log_probs
     kl = away.exp() - away - 1
-    # A token weighs the same on whichever rank it is: gradients are averaged over ranks, so tokens are too.
+    # Gradients are averaged over ranks. So are token counts, to give a token the same weight on each rank.
     tokens = batch.actions.sum()
     dist.all_reduce(tokens)
     per_token = batch.actions / (tokens / world_size)

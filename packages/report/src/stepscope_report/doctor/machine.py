@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The examined part, such as `torch` or `disk`."""
     state: State
     found: str
-    """What was found, with numbers."""
+    """Finding, with its numbers."""
     fix: str | None = None
     """Remedy. Every red row has one; None for rows without."""
 
