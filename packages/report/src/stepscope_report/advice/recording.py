@@ -301,7 +301,7 @@ def _recorded(evidence: Evidence, process: str | None) -> list[Profiled]:
 def is_stalled(evidence: Evidence) -> bool:
     """Return True if engines served nothing for a tenth of the step because their own profilers wrote.
 
-    Also True if they may have: if no span names the engine that the work of that time waited for.
+    Also True if no span names the engine that the work of that time waited for, so that it is uncertain.
     """
     return evidence.breakdown.stalled_most_ns * 10 >= max(evidence.breakdown.window_ns, 1)
 

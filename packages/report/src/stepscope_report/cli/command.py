@@ -68,7 +68,7 @@ def _shared(
     _quiet: Annotated[
         bool,
         typer.Option(
-            "--quiet", "-q", help="Print the answer and errors alone.", callback=_be_quiet, expose_value=False
+            "--quiet", "-q", help="Print only the answer and errors.", callback=_be_quiet, expose_value=False
         ),
     ] = False,
     _verbose: Annotated[

@@ -22,11 +22,11 @@ def demo(
     steps: Annotated[
         int, typer.Option(help="Steps to train; the second and fourth are captured.", min=2)
     ] = 4,
-    seed: Annotated[int, typer.Option(help="Of the weights, the problems and the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the problems and the sampling.")] = 0,
     engine: Annotated[
         str,
         typer.Option(
-            help="What generates: torch (the demo's own), vllm, sglang, or NAME=PYTHON,NAME=PYTHON."
+            help="Engine that generates: torch (the demo's own), vllm, sglang, or NAME=PYTHON,NAME=PYTHON."
         ),
     ] = "torch",
 ) -> None:

@@ -160,15 +160,16 @@ class Side(msgspec.Struct, frozen=True):
 
 def diff(
     a: Annotated[
-        Path, typer.Argument(metavar="A", help="Folder of a run, of one step in it, or of others' traces.")
+        Path,
+        typer.Argument(metavar="A", help="Folder of a run, of one step in it, or of other tools' traces."),
     ],
-    b: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="What is compared with A.")],
     run_a: Annotated[str | None, typer.Option(help="A's run, where several wrote into one folder.")] = None,
     run_b: Annotated[str | None, typer.Option(help="B's run.")] = None,
     steps_a: Annotated[
         str | None, typer.Option(help="Only these steps of run A: 3-7, 10:50:10, every:5.")
     ] = None,
-    steps_b: Annotated[str | None, typer.Option(help="The same of B.")] = None,
+    steps_b: Annotated[str | None, typer.Option(help="The same for run B.")] = None,
     fail_above: Annotated[
         list[str] | None,
         typer.Option(metavar="PERCENT", help="Exit with 1 if the step, or --stage, grew by more."),
@@ -192,11 +193,12 @@ def diff(
         Path | None, typer.Option(metavar="FILE", help="Write the verdicts there, as JUnit XML.")
     ] = None,
     step_mark: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Of others' traces: the range that is one step.")
+        str | None,
+        typer.Option(metavar="LABEL", help="For traces of other tools: the range that is one step."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns, of the gate in s.")] = False,
 ) -> None:
-    """Show what changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
+    """Show what changed from A to B, stage by stage. A run is compared by the mean of its captured steps."""
     limits = _limits(fail_above or (), stage or (), junit, require_verdict=require_verdict)
     if json and markdown:
         raise typer.BadParameter("--markdown goes without --json")

@@ -51,9 +51,11 @@ def export(
         typer.Option("--output", "-o", metavar="DIR", help="Where to write. [default: RUN_OR_STEP/tables]"),
     ] = None,
     step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
-    run: Annotated[str | None, typer.Option(metavar="ID", help="Of this run, if several are there.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="ID", help="The run's id, where several wrote into one folder.")
+    ] = None,
 ) -> None:
-    """Write each table of `stepscope_report.open` as a file: of a run, with the rows of all steps."""
+    """Write each table of `stepscope_report.open` as a file. A run's tables have the rows of all steps."""
     if not parquet:
         raise CommandError("export as what? Name the format: --parquet")
     arrow = load_pyarrow()
@@ -61,7 +63,7 @@ def export(
     chosen = find_of_run(path, step, run)
     steps = (
         OpenStep(layout.root, run=chosen.run_id) for layout in chosen.steps.values()
-    )  # generators: one step is read at a time
+    )  # one step at a time
     numbered = not is_step(path)
     target = output or (RunLayout(path).tables if numbered else StepLayout(path).tables)
     with screen.waiting(f"writing tables to {target}"):
@@ -206,7 +208,9 @@ def publish(
         str, typer.Option(metavar="NAMES", help="tensorboard, wandb, mlflow, otel: with commas between.")
     ] = "",
     step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
-    run: Annotated[str | None, typer.Option(metavar="ID", help="Of this run, if several are there.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="ID", help="The run's id, where several wrote into one folder.")
+    ] = None,
 ) -> None:
     """Give each step's figures (stages, idle, long tail, own cost) to TensorBoard, W&B, MLflow or OTel."""
     if not to.strip(" ,"):

@@ -55,8 +55,10 @@ def merge(
     step: Annotated[
         str | None, typer.Option(metavar="N", help="The step, where the folder is a run's.")
     ] = None,
-    roles: Annotated[str | None, typer.Option(help="Only these: names or globs, with commas.")] = None,
-    ranks: Annotated[str | None, typer.Option(help="Only these: 0,8-15, or 8- for all from 8 on.")] = None,
+    roles: Annotated[str | None, typer.Option(help="Only these roles: names or globs, with commas.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Only these ranks: 0,8-15, or 8- for all from 8 on.")
+    ] = None,
     from_ms: Annotated[
         float | None,
         typer.Option("--from", metavar="MS", help="Leave out what ended before, in ms after the opening."),

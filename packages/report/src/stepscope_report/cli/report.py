@@ -101,7 +101,10 @@ class Asked:
         ),
     ] = None
     brief: Annotated[
-        bool, typer.Option("--brief", help="The whole story in at most 40 lines; of a run, its longest step.")
+        bool,
+        typer.Option(
+            "--brief", help="The whole story in at most 40 lines, for a run that of its longest step."
+        ),
     ] = False
     by: Annotated[
         list[str] | None,
@@ -134,17 +137,17 @@ class Asked:
         bool,
         typer.Option(
             "--sample",
-            help=f"A recorded run that comes with stepscope; unpacks it into {SAMPLE}, or the folder named.",
+            help=f"Show a run that comes with stepscope. It is unpacked into {SAMPLE}, or the folder given.",
         ),
     ] = False
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Of traces that stepscope did not write: file for the page."),
+        typer.Option("--output", "-o", help="File for the page of traces that stepscope did not write."),
     ] = None
 
     step_mark: Annotated[
         str | None,
-        typer.Option(metavar="LABEL", help="Of such traces: the range that is one step. * is any text."),
+        typer.Option(metavar="LABEL", help="For such traces: the range that is one step. * is any text."),
     ] = None
 
     @property

@@ -64,18 +64,20 @@ def ask(
         str, typer.Option(help="next, or steps: 40, 40-42, 40:60:10 (60 is not in it).")
     ] = "next",
     roles: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Run the profiler in these alone.")
+        str | None, typer.Option(metavar="GLOB", help="Run the profiler in these roles only.")
     ] = None,
     ranks: Annotated[str | None, typer.Option(help="all, first, or ranks: 0,8-15.")] = None,
-    tool: Annotated[str | None, typer.Option(help="Instead of the configured one.")] = None,
+    tool: Annotated[str | None, typer.Option(help="Profiler to run instead of the configured one.")] = None,
     seconds: Annotated[float | None, typer.Option(help="End each capture after this long.")] = None,
     last: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Write the last N steps instead, from the flight recorder."),
     ] = None,
-    expires: Annotated[float, typer.Option(metavar="S", help="Forget it if no step began by then.")] = 3600,
+    expires: Annotated[
+        float, typer.Option(metavar="S", help="Drop the request if no step begins by then.")
+    ] = 3600,
     next_run: Annotated[
-        bool, typer.Option("--next-run", help="Ask also if nobody listens: the next run here hears it.")
+        bool, typer.Option("--next-run", help="Ask also if no process listens: the next run here gets it.")
     ] = False,
     wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 5.0,
     json: Json = False,
@@ -121,7 +123,7 @@ def list_requests(run: RunFolder, json: Json = False) -> None:
 @trigger.command(cls=Command)
 def cancel(
     run: RunFolder,
-    request: Annotated[str, typer.Argument(metavar="ID", help="The request; all: every one.")],
+    request: Annotated[str, typer.Argument(metavar="ID", help="Id of the request, or all.")],
     json: Json = False,
 ) -> None:
     """Cancel a request."""

@@ -39,7 +39,7 @@ def watch(
     every: Annotated[float, typer.Option(metavar="S", min=0.2, help="Time between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and print it.")] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page that loads itself anew, instead.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page that reloads itself instead.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Look once, as JSON; times in ns.")] = False,
 ) -> None:

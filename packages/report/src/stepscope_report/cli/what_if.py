@@ -86,7 +86,7 @@ def what_if(
         str | None,
         typer.Option(
             metavar="length|load",
-            help="Deal trajectories by their tokens, or each request to the replica with the fewest.",
+            help="Assign trajectories by their tokens, or each request to the replica with the fewest.",
         ),
     ] = None,
     cut_tail: Annotated[

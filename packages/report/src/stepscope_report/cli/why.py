@@ -112,9 +112,7 @@ def _world(process: ProcessInfo) -> range:
 
 
 def fates(states: Sequence[ProcessState]) -> dict[str, str]:
-    """Return what is known of workers without an answer, by their key: those that ran on this host and have
-    ended or are stopped.
-    """
+    """Return {key: reason} for workers of this host that did not answer because they ended or are stopped."""
     known = {state.process.key for state in states}
     workers = {key for state in states for key in state.workers} - known
     found = {}

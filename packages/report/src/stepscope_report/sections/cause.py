@@ -264,8 +264,10 @@ def _varies_ns(baseline: Baseline | None) -> int:
 
 
 def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearStep]) -> bool:
-    """Return True if the step is longer than nearly all of its neighbours: longer than the uncaptured ones'
-    90th percentile plus that percentile's distance from their median, or than every captured one.
+    """Return True if the step is longer than nearly all of its neighbours.
+
+    With uncaptured neighbours, longer than p90 + (p90 - p50) of their durations. Without, longer than each
+    captured one.
     """
     if baseline is not None and baseline.alike and baseline.excess_ns is not None:
         return window_ns > baseline.p90_ns + (baseline.p90_ns - baseline.p50_ns)

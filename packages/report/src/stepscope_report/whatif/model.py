@@ -140,7 +140,7 @@ _FULL = 0.9
 """Share of the time with a queue in which a replica must serve the same number of requests for that number to
 be its limit."""
 _HANDED_ON = 0.9
-"""Share of later trajectories that must start when another ends for the driver to have a limit."""
+"""The driver counts as limited if at least this share of later trajectories start when another one ends."""
 _HAND_OVER_NS = 2_000_000
 """A place that was free for less than this counts as handed on directly."""
 
