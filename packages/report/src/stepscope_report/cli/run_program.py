@@ -160,7 +160,7 @@ class Validated(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     config: dict[str, object]
-    """The resolved configuration: the environment over the file over the defaults."""
+    """The resolved configuration: the defaults, changed by the file, then by the environment."""
     environment: list[str]
     """Environment variables that replaced values of the file."""
     steps: list[int]

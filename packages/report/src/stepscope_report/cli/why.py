@@ -235,5 +235,5 @@ def _fix(layout: RunLayout) -> str:
     # A run that was killed at once has no `run.json`. Step lines also show that the recorder was on.
     is_on = bool(recorded_runs(layout.root)) if newest is None else newest.config.get("record") == "spans"
     if is_on:
-        return "if it ended, look at the program's log; if not, its hosts may not share this folder"
+        return "if the run ended, look at its log; if not, its hosts may not share this folder"
     return "set save_path, and not record: off, in the run's configuration; or look at the program's log"

@@ -294,7 +294,7 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
     rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
     if between_ns is not None:
         rows.append(("", BETWEEN, duration(between_ns), "", "", ""))
-    note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    note = "alone: not shared with other stages. active: all time in which it ran, billed to it or not."
     note += _say_calls(breakdown, before="\n")
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
@@ -481,7 +481,7 @@ def _bar(kind: str, wall_ns: int, longest_ns: int, hover: str) -> Html:
 
 def _note(breakdown: Breakdown) -> str:
     note = (
-        "alone: not shared with other stages. active: how long it went on at all, billed to it or not. "
+        "alone: not shared with other stages. active: all time in which it ran, billed to it or not. "
         "unaccounted: no span ran anywhere."
     )
     note += _say_calls(breakdown, before=" ")

@@ -251,7 +251,7 @@ def path_marks(path: CriticalPath) -> list[Mark]:
 _COLUMNS = ("stage", ">on the path", ">%", ">with below", ">could save", "process", "longest in")
 _NOTE = (
     "What the step waited for at each moment; the column adds up to the step. could save: how much shorter "
-    "the step is without these calls, and those below, before something else is critical."
+    "the step would be if these calls, and those inside them, took no time."
 )
 
 
@@ -293,7 +293,9 @@ def say_stage(row: PathStage) -> str:
 def _note(path: CriticalPath) -> str:
     if not path.not_known_ns:
         return _NOTE
-    return f"{_NOTE} Not known: {duration(path.not_known_ns)}, for want of a carrier, a span or a clock."
+    return (
+        f"{_NOTE} Not known: {duration(path.not_known_ns)}, because a carrier, a span or a clock is missing."
+    )
 
 
 def draw_path(path: CriticalPath, page: Page) -> Iterator[Html]:

@@ -133,8 +133,8 @@ class _Stack:
 HELD = 4
 """Number of snapshots whose holders are listed in a terminal."""
 NOTE = (
-    "From the allocator's history. before: allocated before the recording, as weights mostly are. at: of the "
-    "most allocated."
+    "From the allocator's history. before: allocated before the recording, as weights mostly are. at: time "
+    "of the peak."
 )
 COLUMNS = ("process", "device", ">allocated", ">reserved", ">at", ">before", "mostly")
 HOLDERS = (">bytes", ">blocks", "allocated in", "by")

@@ -110,8 +110,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that were prefilled in the recorded passes."""
     preemptions: int | None
     running_mean: float | None
-    """Mean number of requests in a pass (source `iterations`) or in prefill and decode (source `requests`),
-    over the time in which there were any."""
+    """Mean number of requests at once: in passes (source `iterations`), or in prefill and decode (source
+    `requests`). Time without requests is left out."""
     running_most: int | None
     waiting_mean: float | None
     """Mean number of waiting requests over the time in which the replica had requests. None also if requests
@@ -472,13 +472,13 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
 PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
 ENGINE_NOTE = (
     "In percent of the recorded time. prefill, decode, mixed: passes that read prompts, wrote tokens, or did "
-    "both. held up: no pass, though there were requests. By the engine's own iterations where its trace "
-    "names them, else by the spans of requests. -: not known."
+    "both. held up: no pass, though there were requests. From the engine's own iterations if its trace "
+    "names them, else from spans of requests. -: not known."
 )
 REQUESTS_NOTE = (
-    "Of requests that ended, else by the engine's own counters. prompt, tokens: tokens read and written. "
-    "cached: of the prompt, in the prefix cache. tokens/s: while it had requests. running, waiting: requests "
-    "at once, on average while there were any (and at most)."
+    "From requests that ended, else from the engine's own counters. prompt, tokens: tokens read and written. "
+    "cached: share of the prompt in the prefix cache. tokens/s: while it had requests. running, waiting: "
+    "mean number of requests while there were any (and the largest number)."
 )
 REQUEST_COLUMNS = (
     "replica", ">requests", ">prompt", ">cached", ">tokens", ">tokens/s", ">preempted",

@@ -501,8 +501,8 @@ _TURNS = (
     ">outside", ">tokens",
 )  # fmt: skip
 TURNS_NOTE = (
-    f"alone, under {FEW}, more: decoding with so many requests in the pass; held up: the engine served "
-    "others; outside: not in the engine."
+    f"alone, under {FEW}, more: decoding with that many requests in the pass. held up: the engine served "
+    "others. outside: time outside of the engine."
 )
 
 

@@ -427,7 +427,7 @@ def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
     comes first.
     """
     columns = ("collective", "process", ">calls", ">last", ">others waited", ">waited")
-    note = "last: calls that it entered after all others. others waited: for it, all together."
+    note = "last: calls that it entered after all others. others waited: in total, for this process."
     return TextTable("Stragglers in collectives", columns, tuple(map(_straggler, rows)), note, noun="row")
 
 
@@ -460,7 +460,7 @@ def memory_table(rows: Sequence[MemoryRow]) -> TextTable:
     """Return the table of peaks of torch's allocators."""
     columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
     ordered, order = most_memory_first(rows, 2 * LISTED)
-    note = f"{order} As torch's allocators counted. at: of the most allocated.".lstrip()
+    note = f"{order} As torch's allocators counted. at: time of the peak.".lstrip()
     return TextTable("Most memory", columns, tuple(map(_memory, ordered)), note, noun="row")
 
 

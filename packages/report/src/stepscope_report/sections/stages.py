@@ -233,8 +233,10 @@ def _running(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
 
 SIDE_BY_SIDE = 8
 """Largest number of processes with a column each. If there are more, a summary is shown."""
-WAITS_NOTE = "Work + waiting in calls below, such as collectives. max/median compares work alone."
-CALLS_NOTE = "A call includes those below it. The total is a sum: with concurrent calls it exceeds the step."
+WAITS_NOTE = "Work + waiting in calls inside, such as collectives. max/median compares only work."
+CALLS_NOTE = (
+    "A call includes the calls inside it. The total is a sum: with concurrent calls it exceeds the step."
+)
 
 
 def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:

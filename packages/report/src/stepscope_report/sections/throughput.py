@@ -534,7 +534,7 @@ def throughput_blocks(throughput: Throughput | None, report: StepReport) -> Iter
     if throughput is None:
         return
     if throughput.rates:
-        note = "tokens/s: of the step's time; each: that of one GPU, or of what is known."
+        note = "tokens/s: per second of the step. each: per GPU, or per unit in the last column."
         yield TextTable("Throughput", _RATES, tuple(map(_said_rate, throughput.rates)), note)
     if throughput.uses:
         shown = throughput.uses[:LISTED]

@@ -222,10 +222,14 @@ def _rate(gb_per_s: float | None) -> str:
 
 
 def _note(sync: WeightSync) -> str:
-    between = f" On their way, without a call: {duration(sync.between_ns)}." if sync.between_ns else ""
+    between = (
+        f" Between the trainer's and the engine's calls: {duration(sync.between_ns)}."
+        if sync.between_ns
+        else ""
+    )
     unknown = all(phase.bytes is None for phase in sync.phases)
-    how = ' Bytes are those of attrs={"bytes": ...} of these spans.' if unknown else ""
-    return f"Active in all: {duration(sync.active_ns)}.{between}{how}"
+    how = ' Bytes are known if these spans have attrs={"bytes": ...}.' if unknown else ""
+    return f"In calls that move weights: {duration(sync.active_ns)}.{between}{how}"
 
 
 def _weight_sync(sources: Sources) -> WeightSync | None:

@@ -207,7 +207,7 @@ def _shortened(trajectory: Trajectory, full: Sequence[_Pair]) -> tuple[Phase, ..
 
 
 def _waited(phase: Phase, full: Sequence[_Pair]) -> int:
-    """Return the part of the gap before a phase, in ns, at whose end all places of the pool were taken."""
+    """Return how long all places of the pool were taken before a phase, in ns, at most the phase's gap."""
     start_ns = phase.calls[0].start_ns
     place = bisect_right(full, (start_ns, 0)) - 1
     if place < 0 or full[place][1] < start_ns - _HAND_OVER_NS:
