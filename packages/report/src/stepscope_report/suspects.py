@@ -470,7 +470,7 @@ class _Lineup:
         yield f"{own} on average, the others {calls:,} of {duration(each_ns)}"
         names = [self._timeline.processes[process].name for process in slow if process != slowest]
         if names:
-            yield f"so it is with {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            yield f"the same holds for {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
     def _busy_ns(self, work: Work) -> int:
         return union_ns((self._graph.start_ns[node], self._graph.end_ns[node]) for node in work.nodes)

@@ -48,7 +48,7 @@ _LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-c
 _SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
 """Kinds that are never normal, even if the neighbouring steps have them too."""
 _NOT_OF_CORES: frozenset[CauseKind] = frozenset({"slow-host", "between-steps", "profiler"})
-"""Further kinds that are kept when a lack of cores may explain the step's excess."""
+"""Kinds that are kept, besides `_SURE`, if a lack of cores may explain the step's excess."""
 
 
 class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -499,7 +499,7 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
     """Return the clause that names the slow part, its usual time and its process."""
     if suspect.kind == "between-steps":
         took, usual = duration(suspect.took_ns), duration(suspect.usual_ns)
-        return f"before it, {took} passed in no step ({usual} {suspect.beside})"
+        return f"{took} passed between the step before and this one ({usual} {suspect.beside})"
     if suspect.kind == "profiler":
         return f"profilers took {duration(suspect.ns)} of it"
     if suspect.kind == "slow-host" and suspect.label is None and suspect.process is not None:
@@ -519,7 +519,7 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
     if suspect.kind == "unexplained" and suspect.label is not None:
         took, what = duration(suspect.took_ns), " ".join(suspect.label)
-        return f"{what} took {took} of it, and no step near tells how long it takes otherwise"
+        return f"{what} took {took} of it, and no step near it shows how long that usually takes"
     if suspect.kind == "unexplained":
         where = f": {suspect.because}" if suspect.because else ""
         return f"no recorded stage explains {duration(suspect.ns)} of it{where}"

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 FEW = 4
 """A pass with fewer requests than this counts as small."""
 _AFTER_NS = 1_000_000_000
-"""Largest time in ns from the end of a weight sync to the engine's record of its new weights, for the two to
-belong together."""
+"""Largest time in ns between the end of a weight sync and the engine's record of new weights. With more time
+between them, the two are not related to each other."""
 
 
 class TokenLag(msgspec.Struct, frozen=True, kw_only=True):
