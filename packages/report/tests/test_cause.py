@@ -495,7 +495,7 @@ def test_a_workers_stage_without_anything_to_compare_with_is_named_as_such(tmp_p
     lines(folder, 200, {"rollout/generate": 0.01})
     cause = cause_of(folder)
     assert (cause.kind, cause.stage, cause.ns) == ("unexplained", "update", 800 * MS)
-    assert "no step near tells" in cause.sentence
+    assert "no step near it shows" in cause.sentence
 
 
 def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_path: Path) -> None:
