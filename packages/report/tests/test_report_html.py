@@ -251,10 +251,11 @@ def test_signs_on_marks_are_in_the_legend(tmp_path: Path) -> None:
     assert signs.isdisjoint(kinds_of_swatches(folder))
     driver = folder.processes[0]
     driver.span("trajectory", -200 * MS, 100 * MS, trajectory="old")
-    driver.span("trajectory", 500 * MS, None, trajectory="next")
+    driver.span("trajectory", 500 * MS, None, role="agent_loop", trajectory="next")
     assert signs <= kinds_of_swatches(folder)
     hovers = [attrs["data-t"] for _, attrs in Page(page_of(folder)).tags if "data-t" in attrs]
     assert "old: 300 ms, began 200 ms before the step" in hovers
+    assert "next: agent_loop trajectory, 500 ms from 500 ms; no end recorded" in hovers
 
 
 def kinds_of_swatches(folder: StepFolder) -> set[str]:

@@ -464,6 +464,8 @@ def _flight(timeline: Timeline, name: str, indices: list[int]) -> Flight:
 def _marked(timeline: Timeline, flight: Flight, indices: Sequence[int]) -> Flight:
     zero_ns = timeline.window.start_ns
     marks = _runs(timeline, indices, flight.start_ns + zero_ns, flight.end_ns + zero_ns)
+    if flight.open and marks and marks[-1].end_ns == flight.end_ns:  # it hides the end of the frame
+        marks[-1] = msgspec.structs.replace(marks[-1], open=True)
     return msgspec.structs.replace(flight, marks=tuple(marks))
 
 

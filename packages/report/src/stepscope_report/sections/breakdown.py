@@ -113,7 +113,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: LineKind
     """Kind of the line. `profiler`: time in which an engine served nothing because its own profiler started
-    or wrote, and time in which the profilers of single stages were opened or closed. `unaccounted`: time in
+    or wrote, and time in which the profilers of single stages were started or stopped. `unaccounted`: time in
     which no span ran."""
     role: str | None = None
     stage: str | None = None

@@ -134,7 +134,7 @@ def collective_blocks(rows: Sequence[CollectiveRow], report: StepReport) -> Iter
     if rows:
         times = (">calls", ">mean", ">fastest", ">algorithm GB/s", ">bus GB/s", ">bus, mean")
         columns = ("collective", "group", ">ranks", "within", ">size", *times)
-        note = "GB/s of the fastest call; the mean has waiting for the last rank in it."
+        note = "GB/s of the fastest call; the mean includes waiting for the last rank."
         several = len({row.host for row in rows} - {None}) > 1
         cells = tuple(_cells(row, row.host if several else None) for row in rows)
         yield TextTable("Collectives", columns, cells, note, noun="row")

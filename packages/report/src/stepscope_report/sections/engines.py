@@ -60,8 +60,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replica: str
-    """Name of the row: `replica 1`; or the name of a process without a replica number; or `requests of
-    trainer` if that process recorded requests that do not name one of several replicas."""
+    """Name of the row: `replica 1`, or the name of a process without a replica number. `requests of trainer`
+    stands for requests that the trainer recorded and that name none of several replicas."""
     number: int | None
     processes: tuple[str, ...]
     """Names of the replica's processes in the timeline."""

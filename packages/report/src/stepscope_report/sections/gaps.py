@@ -92,7 +92,7 @@ class CauseOfGaps(NamedTuple):
     total_ns: int
     longest_ns: int
     mostly: GapRow
-    """The row of the call and line with the most time; of several such rows, the longest."""
+    """The longest row of the call and line with the most time."""
     mostly_ns: int
     """Total time of all rows with the call and line of `mostly`."""
 

@@ -492,8 +492,8 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     collectives = any(row.collective_ns is not None for row in shown)
     cells = [_row(row, window_ns, collectives) for row in shown]
     note = (
-        "By what was on the critical path while a process did nothing. slowest rank: another of its role was "
-        "in a stage that it has a part in."
+        "Causes: the work on the critical path while the process was idle. slowest rank: another process of "
+        "its role was still in a stage that both run."
     )
     if collectives:
         note += " In collectives: of its busy time, by its trace, with no computation beside it."

@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights at the first pass. If no version is known, `update 3` stands for the weights
     after the engine's third update. None if updates were not counted either."""
     version_ended: int | str | None
-    """Version of the weights at the last pass, in the same form."""
+    """Version of the weights at the last pass, in the form of `version_begun`."""
     trained_by: int | None
     """Number of the step that trains on the request's trajectory. None if unknown."""
     lags: tuple[TokenLag, ...]
