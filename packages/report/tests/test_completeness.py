@@ -18,6 +18,7 @@ import torch  # noqa: F401  # the ranks record with it
 from stepscope.files.manifest.records import Recorded
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
+from stepscope_report.sections.health import step_health
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.model import why_incomplete
 
@@ -238,6 +239,8 @@ def test_death_is_among_the_reasons_for_what_a_worker_did_not_leave(tmp_path: Pa
     driver.began = {"actor_rank0_a_pid17": "actor[0]", "actor_rank1_a_pid18": "actor[1]"}
     driver.error = "ActorDiedError: The actor died unexpectedly.\n\tclass_name: Trainer\n\tpid: 18\n\tip: ::1"
     driver.close(10 * MS)
-    unknown, known = why_incomplete(load_step(folder.write()))
+    timeline = load_step(folder.write())
+    unknown, known = why_incomplete(timeline)
     assert re.match("actor.0.: missing: it began, .* it died", unknown)
     assert known.startswith("actor[1]: missing: actor died: ")
+    assert step_health(timeline).lost == ("actor[1]",)

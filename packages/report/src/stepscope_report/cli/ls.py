@@ -23,7 +23,7 @@ from stepscope_report.formatting import duration, middle, moment, size
 from stepscope_report.near import Neighbours, is_longer
 from stepscope_report.sections.baseline import between_near
 from stepscope_report.sections.cause import Cause, cause_of
-from stepscope_report.sections.health import step_health
+from stepscope_report.sections.health import say_deaths, step_health
 from stepscope_report.terminal import listing, table
 from stepscope_report.timeline import Timeline, load_step
 
@@ -55,6 +55,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     """Cause of a step that took 10 % longer than the steps near it, from spans alone. None for other
     steps."""
+    died: str = ""
+    """The processes that died in the step, in words. Empty if none is known to have died."""
     error: str | None = None
     """The event that ended the capture early: an exception of the user's code, SIGTERM, or the end of the
     process. None if it did not end early."""
@@ -155,6 +157,7 @@ def _row(step: int, timeline: Timeline, size_bytes: int) -> StepRow:
         artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
         bytes=size_bytes,
         problems=tuple(line for line in health.doubts if line not in pending),
+        died=say_deaths(health),
         error=health.user_error,
         recorder=health.recorder,
         warnings=health.warnings,
@@ -170,7 +173,12 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     )  # fmt: skip
     yield table(str(run), columns, map(_cells, rows))
     lists = {
-        "Causes": [(row, row.cause.sentence) for row in rows if row.cause is not None],
+        "Causes": [
+            (row, said)
+            for row in rows
+            for said in (row.died, "" if row.cause is None else row.cause.sentence)
+            if said
+        ],
         "Ended early, by": [(row, row.error) for row in rows if row.error is not None],
         "Problems": [(row, line) for row in rows for line in row.problems],
         "Not there yet": [(row, line) for row in rows for line in row.pending],

@@ -128,6 +128,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
+    lost: tuple[str, ...] = ()
+    """Names of workers that died in the step and left nothing in its folder."""
     doubts: tuple[str, ...]
     """All reasons why the step is not complete; empty for a complete step."""
     complete: bool
@@ -166,6 +168,7 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
         other_steps=_other_steps(timeline),
         processes=_processes(timeline),
+        lost=_dead(timeline)[1],
         doubts=reasons,
         complete=not reasons,
     )
@@ -268,19 +271,20 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
     )
 
 
-def _dead(timeline: Timeline) -> frozenset[str]:
-    """Return the `ProcessInfo.key` of each process that is known, by its host or by Ray, to have died before
-    it closed its capture.
+def _dead(timeline: Timeline) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the processes that are known, by their host or by Ray, to have died before they closed their
+    capture: `ProcessInfo.key` of those in the timeline, and the names of the others.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
-    dead = {one.process for part in parts for one in part.absent if one.died}
-    dead |= {part.process.key for part in parts if any(item.died for item in part.expected)}
-    unclosed = (one for one in timeline.processes if one.closed_ns is None)
-    return frozenset(one.info.key for one in unclosed if one.info.key in dead)
+    dead = {one.process: one.name for part in parts for one in part.absent if one.died}
+    here = {one.info.key: one.closed_ns is None for one in timeline.processes}
+    lost = tuple(name for key, name in dead.items() if key not in here)
+    ended = {part.process.key for part in parts if any(item.died for item in part.expected)}
+    return frozenset(key for key, unclosed in here.items() if unclosed and key in dead.keys() | ended), lost
 
 
 def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
-    dead = _dead(timeline)
+    dead, _ = _dead(timeline)
     return tuple(
         ProcessRow(
             name=process.name,
@@ -440,14 +444,15 @@ def say_again(health: Health) -> str:
 
 
 def say_deaths(health: Health) -> str:
-    """Return the names of up to three processes that died in the step, each with the longest call that it was
-    in. Empty if none died.
+    """Return the names of up to three processes that died in the step, each with the longest call that it is
+    known to have been in. Empty if none died.
     """
     dead = [row.name for row in health.processes if row.died]
     calls = {span.process: f"{span.role} {span.stage}" for span in reversed(health.open_spans)}
-    said = [f"{name} died in {calls.get(name, 'no recorded call')}" for name in dead[:3]]
-    more = [] if len(dead) <= len(said) else [f"{count(len(dead) - len(said), 'process')} more died"]
-    return ", ".join([*said, *more])
+    said = [f"{name} died" + (f" in {calls[name]}" if name in calls else "") for name in dead]
+    said += [f"{name} died" for name in health.lost]
+    more = [f"{count(len(said) - 3, 'process')} more died"] if len(said) > 3 else []
+    return ", ".join([*said[:3], *more])
 
 
 def say_ended(health: Health) -> str:

@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from types import ModuleType
 
@@ -89,6 +90,10 @@ def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
         raise error
 
 
+_PID = re.compile(r"\bpid: \d+")
+"""The process of a dead actor, in a later line of Ray's message."""
+
+
 def describe(error: BaseException) -> str:
     """Return `ExceptionType: message`, or the type alone if the message is empty or its `__str__` fails.
 
@@ -103,7 +108,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, StepscopeError):
         return _shortened(f"{name}: {message}", 2000)
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return _shortened(f"{name}: {first}" if first else name, 200)
+    died = _PID.search(message) if name == "ActorDiedError" else None
+    return _shortened(f"{name}: {first}" if first else name, 200) + (f" ({died[0]})" if died else "")
 
 
 def _shortened(text: str, most: int) -> str:

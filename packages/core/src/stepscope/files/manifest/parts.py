@@ -71,6 +71,7 @@ _LOST = (
     "it began, but its part of the manifest is not in this folder or cannot be read: it died before it wrote "
     "it, its disk is full, its host does not share this folder, or the file was removed or damaged"
 )
+_LOST_WITH_IT = "actor died: what it recorded of this step is lost with it"
 _DIED = re.compile(r"ActorDiedError: .*\bpid: (\d+)", re.DOTALL)
 """Ray's error, which has the id of the process that died."""
 
@@ -243,22 +244,31 @@ def fold(parts: Sequence[ProcessPart]) -> Manifest:
 
 def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
     present = {part.process.key for part in parts}
-    said = (f"{part.error} {part.recorder and part.recorder.reason}" for part in parts)
-    died = {found[1] for text in said if (found := _DIED.search(text)) is not None}
+    here = {pid for part in parts for pid in _pids_of_the_dead(part.error)}
+    by_now = here | {
+        pid for part in parts if part.recorder for pid in _pids_of_the_dead(part.recorder.reason)
+    }
     for part in parts:
         known = present | {absent.process for absent in part.absent}
         lost = {key: name for key, name in part.began.items() if key not in known}
         absent = tuple(
-            Absent(name=name, state="missing", reason=_why_lost(dead), process=key, died=dead)
+            Absent(
+                name=name,
+                state="missing",
+                reason=_LOST_WITH_IT if pid in by_now else _LOST,
+                process=key,
+                died=pid in here,
+            )
             for key, name in lost.items()
-            for dead in [key.rpartition("_pid")[2] in died]
+            for pid in [key.rpartition("_pid")[2]]
         )
         yield msgspec.structs.replace(part, absent=part.absent + absent) if absent else part
 
 
-def _why_lost(died: bool) -> str:
-    """Return the reason why a worker left no part. `died`: whether Ray knows that it died."""
-    return "actor died: what it recorded of this step is lost with it" if died else _LOST
+def _pids_of_the_dead(error: str | None) -> list[str]:
+    """Return the processes of which Ray's error in a step says that they died."""
+    found = _DIED.search(error or "")
+    return [] if found is None else [found[1]]
 
 
 def worst(states: Iterable[State]) -> State:
