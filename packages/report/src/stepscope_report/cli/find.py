@@ -134,7 +134,7 @@ def _wanted(path: Path, step: int | str | None) -> dict[int, StepLayout]:
 
 
 def is_step(path: Path) -> bool:
-    """Return whether `path` is the folder of a step."""
+    """Return True if `path` is the folder of a step."""
     return StepLayout(path).is_step
 
 

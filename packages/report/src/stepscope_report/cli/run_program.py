@@ -58,7 +58,7 @@ def run(
         bool, typer.Option("--require-capture", help="End with exit code 4 if no step was captured.")
     ] = False,
 ) -> None:
-    """Start a program whose source nobody edits, and capture its steps.
+    """Start a program without editing it, and capture its steps.
 
     Every Python process that the program starts, directly or not, is instrumented as the configuration's
     `instrument` list and the presets say. The command ends with the program's exit code. With

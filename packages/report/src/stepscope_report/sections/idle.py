@@ -496,7 +496,7 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
         "its role was still in a stage that both run."
     )
     if collectives:
-        note += " In collectives: of its busy time, by its trace, with no computation beside it."
+        note += " In collectives: busy time in collectives that no computation hides, from traces."
     note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
     if len(shown) < len(rows):
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
