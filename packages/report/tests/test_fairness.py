@@ -100,6 +100,7 @@ def captured_once(root: Path, ranks: str | list[int] | None, replicas: list[Any]
         steps=[0],
         roles={"rollout": role},
         torch={"activities": ["cpu"], "with_stack": True},
+        counters={"hz": 0},  # calls of milliseconds among busy cores may have lacked one for as long
     )
     seconds, used = [0.0] * len(loads), [0.0] * len(loads)
     prepare(workers={"rollout": replicas}, config=config)
