@@ -509,8 +509,7 @@ def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_pat
     assert report.cause is not None
     assert report.cause.sentence.endswith(", without profilers)")
     assert "(600 ms in 7 " in report.cause.sentence
-    (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
-    assert "not the capture" not in advice.do
+    assert "not-typical" in {advice.rule for advice in report.advice}  # it may be the profiler
 
 
 def test_a_part_in_another_process_that_has_no_carrier_is_named(tmp_path: Path) -> None:
@@ -548,8 +547,7 @@ def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Pa
     assert "780 ms longer" in report.cause.sentence
     assert report.baseline is not None
     assert report.baseline.cost_ns == 0  # opening and closing took no time
-    (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
-    assert advice.do.endswith("not the capture")
+    assert "not-typical" not in {advice.rule for advice in report.advice}
 
 
 def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:

@@ -109,6 +109,17 @@ def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path)
     assert "; 1 went on" in say_other(other)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_trajectories_of_a_rollout_that_runs_ahead_may_go_on_too(tmp_path: Path, ahead: bool) -> None:
+    case = Case(tmp_path)
+    began_ms = -300 if ahead else 300
+    case.driver.span("trajectory", began_ms * MS, 700 * MS, role="agent_loop", trajectory="t1")
+    case.driver.span("trajectory", 600 * MS, None, role="agent_loop", trajectory="t2")
+    assert ("never-ended" in case.advice()) is not ahead
+    health = step_health(load_step(case.folder.layout.root))
+    assert (len(health.open_spans), len(health.notes)) == ((0, 1) if ahead else (1, 0))
+
+
 def by_a_budget(process: FakeProcess) -> None:
     reason = "budget.seconds: open for more than 1 s"
     process.expected.append(

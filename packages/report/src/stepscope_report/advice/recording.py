@@ -239,8 +239,8 @@ def not_typical(evidence: Evidence) -> Advice | None:
         because += _stood_still(evidence, took_ns)
     if stalled_ns and stalled_ns * 2 >= baseline.excess_ns:
         why_slow = _write_less(evidence)
-    elif _has_a_cause(evidence, baseline.excess_ns):
-        why_slow = "see its cause, in the first line: it is not the capture"
+    elif slow and _has_a_cause(evidence, baseline.excess_ns):
+        return None  # the first line says it, and it is not the capture
     else:
         why_slow = _slowed(evidence)
     return Advice(

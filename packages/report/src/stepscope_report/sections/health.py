@@ -155,7 +155,7 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         missing=missing,
         skipped=_skipped(parts),
         warnings=() if manifest is None else tuple(manifest.warnings()),
-        notes=() if manifest is None else tuple(manifest.notes()),
+        notes=_notes(timeline),
         uncalled=_uncalled(timeline, parts),
         opened_by="program" if manifest is None else manifest.opened_by,
         user_error=next((part.error for part in parts if part.error is not None), None),
@@ -225,7 +225,12 @@ def _is_among(labels: Set[str], stage: str) -> bool:
 
 
 def _never_ended(timeline: Timeline) -> list[Span]:
-    spans = [span for span in timeline.spans if span.end_ns is None and not _goes_on(timeline, span)]
+    ahead = set(map(id, _runs_ahead(timeline)))
+    spans = [
+        span
+        for span in timeline.spans
+        if span.end_ns is None and id(span) not in ahead and not _goes_on(timeline, span)
+    ]
 
     def place(span: Span) -> tuple[bool, int]:
         return timeline.processes[span.process].closed_ns is not None, span.start_ns - timeline.until_ns(span)
@@ -239,6 +244,35 @@ def _goes_on(timeline: Timeline, span: Span) -> bool:
     """
     closed = timeline.processes[span.process].closed_ns is not None
     return closed and span.end_ns is None and timeline.leaves(span)
+
+
+def _runs_ahead(timeline: Timeline) -> list[Span]:
+    """Return the calls of trajectories that went on when their process closed its capture. Empty unless other
+    trajectories began before the step and ended in it, so that the rollout does not follow the steps.
+    """
+    began_ns = timeline.window.start_ns
+    is_ahead = any(
+        span.stage == "trajectory" and span.end_ns is not None and span.start_ns < began_ns <= span.end_ns
+        for span in timeline.spans
+        if timeline.processes[span.process].aligned
+    )
+    return [
+        span
+        for span in timeline.spans
+        if is_ahead
+        and span.end_ns is None
+        and span.trajectory is not None
+        and timeline.processes[span.process].closed_ns is not None
+        and not _goes_on(timeline, span)
+    ]
+
+
+def _notes(timeline: Timeline) -> tuple[str, ...]:
+    """Return the notes of the manifest, and one on trajectories that went on, if any did."""
+    ahead = {span.trajectory for span in _runs_ahead(timeline)}
+    notes = () if timeline.manifest is None else tuple(timeline.manifest.notes())
+    went_on = f"{count(len(ahead), 'trajectory')} went on when the capture closed"
+    return (*notes, went_on) if ahead else notes
 
 
 def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
