@@ -109,22 +109,24 @@ def test_open_files_are_counted() -> None:
 
 
 def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
-    before = len(gc.callbacks)
+    before, times = len(gc.callbacks), list[int]()
     share, longest = garbage()
+    gc.callbacks.append(lambda *_: times.append(time.monotonic_ns()))
     try:
-        longest.sample()
-        share.sample()
         circles = [[] for _ in range(200_000)]  # type: ignore[var-annotated]  # lists of themselves
         for circle in circles:
             circle.append(circle)
-        share.sample()  # building them may have collected too
-        longest.sample()
+        longest.sample()  # building them may have collected too
+        share.sample()
         began = time.monotonic_ns()
+        times.clear()
         gc.collect()
-        took_ms = (time.monotonic_ns() - began) / 1e6
-        assert longest.sample()[""] == pytest.approx(took_ms, rel=0.1, abs=0.5)
-        assert share.sample()[""] > 50  # almost all of the time since the last sample
+        took = times[1] - times[0]
+        percent, passed = share.sample()[""], time.monotonic_ns() - began
+        assert longest.sample()[""] == pytest.approx(took / 1e6, rel=0.1, abs=0.5)
+        assert percent == pytest.approx(100 * took / passed, rel=0.1)
     finally:
+        gc.callbacks.pop()
         share.close()
     assert len(gc.callbacks) == before
 
