@@ -2,7 +2,8 @@
 
 CPU of the engine core's thread for each pass, by the number of requests in it: calls of the real hooks around
 a scheduler that does nothing, against calls of that scheduler alone, in turns. And the median and the largest
-CPU of a note of the flight recorder, in which each request is in 500 passes. Needs no vLLM.
+CPU of a note of the flight recorder, in which each request is in 500 passes. And the CPU for which a read of
+all that the recorder keeps (64 MB) holds the engine up. Needs no vLLM.
 
 `--vllm` measures tokens per second of a real vLLM in this process too, with its passes noted and without, in
 turns and without a profiler, the CPU of the hooks in the engine core's thread, and the bytes of the file: of
@@ -108,6 +109,23 @@ def us_of_notes(requests: int, number: int) -> list[float]:
     return sorted(costs)
 
 
+def ms_of_reading() -> tuple[float, float]:
+    """Return ms of CPU in which a full ring is copied, and in which a file of it would be made."""
+    from stepscope.engines import passes
+
+    ring, batch = passes.PassRing(64), {str(number): 1 for number in range(256)}
+    for at in range(30_000):
+        ring.note(at, at + 1, "decode", batch, [1] * 256, running=256, waiting=0)
+
+    def ms(read: Callable[[], object]) -> float:
+        began_ns = time.thread_time_ns()
+        read()
+        return (time.thread_time_ns() - began_ns) / 1e6
+
+    copies = [ms(lambda: ring.copy().packed()) for _ in range(5)]
+    return statistics.median(copies), ms(lambda: passes.encoded(ring.file()))
+
+
 TOKENS, REQUESTS = 64, 64
 TURNS = {"tiny model": 31, "larger model": 15}
 LARGER = {
@@ -190,11 +208,12 @@ def timed(call: Callable[..., Any], spent: Counter[str]) -> Callable[..., Any]:
 
 
 def with_vllm(name: str, turns: int) -> None:
-    from stepscope.files.passes import unpacked
+    from stepscope.engines.passes import encoded
+    from stepscope_vllm._engine_side.passes import file_of
 
     engine = Engine(name)
     results = interleaved({OFF: engine.generate, ON: engine.noted}, turns)
-    file = unpacked(engine.content)
+    file = file_of(engine.content)
     passes, rows = len(file.passes.number), len(file.served.request)
     table(
         (f"vLLM, {name}", "tokens/s", "ms a pass", "/ off", "at least", "at most"),
@@ -212,7 +231,7 @@ def with_vllm(name: str, turns: int) -> None:
     verdict(f"{name}: CPU of the hooks, {us:.1f} us, of a pass of {ms:.2f} ms of CPU", us / ms / 10, 1, " %")
     ratio, _, _ = ratio_interval(results[ON], results[OFF])
     verdict(f"tokens per second with passes against without, {name}", ratio, 0.99, "x", at_least=True)
-    verdict(f"file of {rows} requests in passes, bytes of each", len(engine.content) / rows, 40, "")
+    verdict(f"file of {rows} requests in passes, bytes of each", len(encoded(file)) / rows, 40, "")
 
 
 def main() -> None:
@@ -228,6 +247,8 @@ def main() -> None:
     print("  recorder, largest   " + "".join(f"{own[-1]:>8.1f}" for own in notes.values()) + "\n")
     verdict(f"notes of 256 requests, of a pass of {PASS_MS} ms", costs[256] / PASS_MS / 10, 1, " %")
     verdict("largest note of the flight recorder, ms", max(own[-1] for own in notes.values()) / 1e3, 1, "")
+    copying, writing = ms_of_reading()
+    verdict(f"reading a full ring on the engine's thread, ms (as a file: {writing:.0f})", copying, 100, "")
     if options.vllm:
         for name, turns in TURNS.items():
             with_vllm(name, turns // 5 if options.quick else turns)

@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,47 @@ def test_a_ring_keeps_the_latest_passes_within_its_memory_and_a_part_of_it_fits_
     assert one["passes"]["begin_ns"] == [zero_ns + 810_010 + 100 * at for at in range(1800)]
     assert one["requests"]["caller_id"][0] == "a long turn"
     assert len(one["preempted"]["request"]) == 180
+
+
+def test_a_copy_of_a_full_ring_holds_the_engine_up_less_than_its_file_and_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a window at the end, the copy leaves out the parts before the first pass of its requests."""
+    monkeypatch.setattr(passes, "_PART_BYTES", 1 << 17)
+    ring, zero_ns = PassRing(8), time.monotonic_ns()
+    for at in range(6_000):
+        began_ns, group = zero_ns + 100 * at, at // 500
+        if not at % 500:
+            ring.update(began_ns)
+            for number in range(64):
+                ring.arrive(f"{group}-{number}", caller_id=f"turn {group}-{number}", at_ns=began_ns)
+        batch = {f"{group}-{number}": 1 for number in range(64)}
+        ring.note(began_ns, began_ns + 90, "decode", batch, [1] * 64, running=64, waiting=0, weights=group)
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+
+    def as_a_file() -> bytes:
+        return passes.encoded(ring.file())
+
+    copying = min(seconds(lambda: ring.copy().packed()) for _ in range(5))
+    assert copying < min(seconds(as_a_file) for _ in range(3)) / 5
+    whole = ring.file()
+    ahead_ns = whole.closed.wall_ns - whole.closed.mono_ns
+    late = passes.unpacked_copy(ring.copy(ahead_ns + zero_ns + 100 * 5_900).packed()).file()
+    assert len(late.passes.number) < len(whole.passes.number) / 4
+    parts = []
+    for file in (late, whole):
+        since_ns = file.closed.wall_ns - file.closed.mono_ns + zero_ns + 100 * 5_900
+        parts.append(passes.between(file, since_ns, since_ns + 9_000))
+    one, other = (msgspec.to_builtins(part) for part in parts)
+    for own in (one, other):
+        del own["passes"]["number"]
+    assert len(one["passes"]["begin_ns"]) == 90
+    assert [one[table] for table in TABLES] == [other[table] for table in TABLES]
+    assert one["requests"]["version_begun"] == [11] * 64
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ Code in the process that schedules the passes calls `PassLog`: an adapter's hook
     log = passes.current()
     if log is not None:
         log.note(began_ns, ended_ns, "decode", {request.id: 1 for request in batch}, ...)
+
+It is one file, because the log, its copies for other threads and the file have the same columns.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -48,6 +50,11 @@ _kept: PassRing | None = None
 `keep`."""
 _PASS_BYTES, _SERVED_BYTES, _REQUEST_BYTES = 33, 12, 400
 """Memory of a pass, of a request in a pass, and of a request."""
+_TYPES = {
+    "begins": "q", "ends": "q", "kinds": "b", "kv_use": "f", "counts": "i", "running": "i", "waiting": "i",
+    "requests": "i", "tokens": "i", "outputs": "i",
+}  # fmt: skip
+"""{column of a `_Part`: type of its array}."""
 _PART_BYTES = 1 << 20
 """Memory of a part of a `PassRing`, at most. Its columns move as they grow: more bytes hold up the engine."""
 
@@ -138,13 +145,6 @@ class PassLog:
             last = part.versions[-1][1] if part.versions else None
             self._stale = self._stale if last is None else last
 
-    @property
-    def unnamed(self) -> list[str]:
-        """Return the ids of the requests whose caller's id was not noted."""
-        parts = self._parts
-        callers = _merged([part.callers for part in parts])
-        return [request for request in _merged([part.positions for part in parts]) if request not in callers]
-
     def note(
         self,
         begin_ns: int,
@@ -206,54 +206,126 @@ class PassLog:
         part = self._parts[-1]
         return part if len(part.begins) < self._most else None
 
-    def file(self, dp: int = 0) -> PassFile:
-        """Return all passes so far, as the content of a file. `publish_passes` adds whose they are.
+    def copy(self, since_ns: int = 0, dp: int = 0) -> PassCopy:
+        """Return all passes so far, as they stand in memory: the engine is held up for milliseconds.
 
-        The engine is not held up for it: the passes up to now stay as they are while others are noted.
+        Args:
+            since_ns: Unix ns. Passes before it may be left out; but not those of requests that ran later.
+            dp: Number of the data-parallel engine.
         """
         with self._lock:
-            parts, dropped, closed = self._parts, self.dropped, read_anchor()
-            sizes = [(len(part.begins), len(part.requests)) for part in parts]
-            weights = [one for part in parts for one in part.weights]
+            closed = read_anchor()
+            parts = self._parts[self._first_since(since_ns + closed.mono_ns - closed.wall_ns) :]
+            copies = [_copied(part) for part in parts]
+            older = self._parts[: -len(parts)]
+            copies[0].weights[:0] = [one for part in older for one in part.weights]
+            host = socket.gethostname()
+        return PassCopy(parts=copies, dropped=self.dropped, closed=closed, dp=dp, host=host)
+
+    def _first_since(self, since_ns: int) -> int:
+        """Return the number of the first part with passes after a time, or with earlier ones of their
+        requests.
+        """
+        parts = self._parts
+        first = max(0, bisect_right([part.opened.mono_ns for part in parts], since_ns) - 1)
+        names = {name for part in parts[first:] for name in part.positions} if first else set[str]()
+        return next((at for at in range(first) if not names.isdisjoint(parts[at].positions)), first)
+
+    def file(self, dp: int = 0) -> PassFile:
+        """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
+        return self.copy(dp=dp).file()
+
+
+class _PartCopy(msgspec.Struct):
+    """A copy of a `_Part`. `columns` are the bytes of its arrays."""
+
+    opened: ClockAnchor
+    ids: list[str]
+    arrived: dict[str, int]
+    callers: dict[str, str]
+    versions: list[tuple[int, Version]]
+    updates: list[tuple[int, int | None]]
+    weights: list[tuple[int, Version]]
+    preempted: list[tuple[int, str]]
+    columns: dict[str, bytes]
+
+
+def _copied(part: _Part) -> _PartCopy:
+    return _PartCopy(
+        opened=part.opened,
+        ids=list(part.positions),
+        arrived=dict(part.arrived),
+        callers=dict(part.callers),
+        versions=list(part.versions),
+        updates=list(part.updates),
+        weights=list(part.weights),
+        preempted=list(part.preempted),
+        columns={name: getattr(part, name).tobytes() for name in _TYPES},
+    )
+
+
+class PassCopy(msgspec.Struct):
+    """A copy of a log, from which another thread or process makes the file."""
+
+    parts: list[_PartCopy]
+    dropped: int
+    closed: ClockAnchor
+    dp: int
+    host: str
+
+    def packed(self) -> bytes:
+        """Return it as bytes, for `unpacked_copy` in another process."""
+        return msgspec.msgpack.encode(self)
+
+    def file(self, caller_of: Callable[[str], str] | None = None) -> PassFile:
+        """Return the content of a file.
+
+        Args:
+            caller_of: Returns the caller's id of a request for which none was noted, or its own id.
+        """
         positions, preempted = _Positions({}), list[tuple[int, str]]()
         passes = {name: list[Any]() for name in records.Passes.__struct_fields__}
         served = {name: list[int]() for name in records.Served.__struct_fields__}
         versions, updates = list[tuple[int, Version]](), list[tuple[int, int | None]]()
-        for part, (size, rows) in zip(parts, sizes, strict=True):
+        for part in self.parts:
             first = len(passes["begin_ns"])
-            at = [positions[request] for request in list(part.positions)]
-            passes["begin_ns"] += part.begins[:size]
-            passes["end_ns"] += part.ends[:size]
-            passes["kind"] += map(_KINDS.__getitem__, part.kinds[:size])
-            passes["requests"] += part.counts[:size]
-            passes["running"] += part.running[:size]
-            passes["waiting"] += part.waiting[:size]
-            passes["kv_use"] += [None if use < 0 else round(use, 4) for use in part.kv_use[:size]]
-            served["request"] += map(at.__getitem__, part.requests[:rows])
-            served["tokens"] += part.tokens[:rows]
-            served["output"] += part.outputs[:rows]
-            preempted += [(first + number, name) for number, name in part.preempted if number < size]
-            versions += [(first + number, version) for number, version in part.versions if number < size]
-            updates += [(first + number, count) for number, count in part.updates if number < size]
+            at = [positions[request] for request in part.ids]
+            column = {name: array(code, part.columns[name]) for name, code in _TYPES.items()}
+            passes["begin_ns"] += column["begins"]
+            passes["end_ns"] += column["ends"]
+            passes["kind"] += map(_KINDS.__getitem__, column["kinds"])
+            passes["requests"] += column["counts"]
+            passes["running"] += column["running"]
+            passes["waiting"] += column["waiting"]
+            passes["kv_use"] += [None if use < 0 else round(use, 4) for use in column["kv_use"]]
+            served["request"] += map(at.__getitem__, column["requests"])
+            served["tokens"] += column["tokens"]
+            served["output"] += column["outputs"]
+            preempted += [(first + number, name) for number, name in part.preempted]
+            versions += [(first + number, version) for number, version in part.versions]
+            updates += [(first + number, count) for number, count in part.updates]
         passes["number"] = list(range(len(passes["begin_ns"])))
         lost = records.Preempted(
             number=[number for number, _ in preempted], request=[positions[name] for _, name in preempted]
         )
         ids = list(positions)
-        arrived = _merged([part.arrived for part in parts])
-        callers = _merged([part.callers for part in parts])
+        arrived = _merged([part.arrived for part in self.parts])
+        callers = _merged([part.callers for part in self.parts])
+        if caller_of is not None:
+            callers.update({own: caller_of(own) for own in ids if own not in callers})
         rows_before = list(accumulate(passes["requests"], initial=0))
         begun, ended = _at_ends(versions, None, len(ids), rows_before, served["request"])
         updates_begun, updates_ended = _at_ends(updates, None, len(ids), rows_before, served["request"])
+        weights = [one for part in self.parts for one in part.weights]
         return PassFile(
             step=0,
             run_id="",
             replica=0,
-            dp=dp,
-            host=socket.gethostname(),
-            anchor=parts[0].opened,
-            closed=closed,
-            dropped=dropped,
+            dp=self.dp,
+            host=self.host,
+            anchor=self.parts[0].opened,
+            closed=self.closed,
+            dropped=self.dropped,
             requests=records.Requests(
                 id=ids,
                 caller_id=[
@@ -273,6 +345,18 @@ class PassLog:
                 at_ns=[at_ns for at_ns, _ in weights], version=[version for _, version in weights]
             ),
         )
+
+
+def unpacked_copy(content: bytes) -> PassCopy:
+    """Return the copy that `PassCopy.packed` packed.
+
+    Raises:
+        RecordError: another version of stepscope packed it.
+    """
+    try:
+        return msgspec.msgpack.decode(content, type=PassCopy)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"it is no copy of passes: {error}") from None
 
 
 class PassRing(PassLog):
@@ -464,9 +548,9 @@ def keep(memory_mb: int) -> None:
     _kept = _kept or PassRing(memory_mb)
 
 
-def kept() -> list[PassFile]:
-    """Return the passes that `keep` keeps; empty before it."""
-    return [] if _kept is None else [_kept.file()]
+def kept(start_ns: int) -> list[PassFile]:
+    """Return the passes since `start_ns` (unix ns) that `keep` keeps; empty before it."""
+    return [] if _kept is None else [_kept.copy(start_ns).file()]
 
 
 def begin(capture: EngineCapture) -> None:

@@ -341,7 +341,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
         return True
 
     def kept_passes(self, start_ns: int) -> list[PassFile]:
-        return passes.kept()
+        return passes.kept(start_ns)
 
     # On the profiler's thread.
 

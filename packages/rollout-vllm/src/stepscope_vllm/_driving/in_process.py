@@ -14,7 +14,7 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.actor_call import arrive
 from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError, RecordError
-from stepscope.files.passes import PassFile, unpacked
+from stepscope.files.passes import PassFile
 from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler, built_settings, target
 from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls, described
@@ -227,7 +227,7 @@ class InProcessTarget:
     def kept_passes(self, start_ns: int) -> list[PassFile]:
         """See `EngineProfilerBase`."""
         contents = self.calls.ask_cores_now(passes.KEPT, start_ns)
-        return [unpacked(content) for content in contents or () if content is not None]
+        return [passes.file_of(content) for content in contents or () if content is not None]
 
     async def _begin_passes(self, most: int) -> None:
         self._passes, self._noting = (), False
@@ -247,7 +247,7 @@ class InProcessTarget:
         if noting is True:
             try:
                 contents = await self.calls.ask_cores(passes.END)
-                self._passes = [unpacked(content) for content in contents if content is not None]
+                self._passes = [passes.file_of(content) for content in contents if content is not None]
             except (EngineError, RecordError) as error:
                 noting = str(error)
         return {"passes": noting} if isinstance(noting, str) else {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.engines import passes
-from stepscope.engines.passes import PassLog, PassRing
+from stepscope.engines.passes import PassCopy, PassLog, PassRing
 from stepscope.files.passes import PassFile, PassKind
 from stepscope_vllm._engine_side.extension import dp_of
 
@@ -65,7 +65,19 @@ def begin(core: Any, most: int) -> None:
 
 
 def end(core: Any) -> bytes | None:
-    """Return a capture's notes as a file's content of `stepscope.files.passes`, or None without notes."""
+    """Return a capture's notes for `file_of`, or None without notes. That takes the core milliseconds."""
+    notes = _ended(core)
+    return None if notes is None else notes.packed()
+
+
+def file_of(content: bytes) -> PassFile:
+    """Return the content of a file from what `end` or `kept` returned, in another process than the core's or
+    on another thread.
+    """
+    return passes.unpacked_copy(content).file(_named)
+
+
+def _ended(core: Any) -> PassCopy | None:
     notes = getattr(core, _NOTES, None)
     if notes is None or notes.log is notes.ring:
         return None
@@ -73,7 +85,8 @@ def end(core: Any) -> bytes | None:
     if notes.ring is None:
         setattr(core, _NOTES, None)
         notes.undo()
-    return passes.encoded(_file(core, log))
+    copy: PassCopy = log.copy(dp=dp_of(core.vllm_config))
+    return copy
 
 
 def keep(core: Any, memory_mb: int) -> None:
@@ -88,17 +101,16 @@ def keep(core: Any, memory_mb: int) -> None:
 
 
 def kept(core: Any, start_ns: int) -> bytes | None:
-    """Return the kept passes since `start_ns` (unix ns) as a file's content, or None if none are kept."""
+    """Return the kept passes since `start_ns` (unix ns) for `file_of`, or None if none are kept."""
     notes = getattr(core, _NOTES, None)
     if notes is None or notes.ring is None:
         return None
-    return passes.encoded(passes.between(_file(core, notes.ring), start_ns, time.time_ns()))
+    copy: PassCopy = notes.ring.copy(start_ns, dp_of(core.vllm_config))
+    return copy.packed()
 
 
-def _file(core: Any, log: PassLog) -> PassFile:
-    for request in log.unnamed:
-        log.name(request, _of_caller(_RANDOM.sub("", request)))
-    return log.file(dp=dp_of(core.vllm_config))
+def _named(request: str) -> str:
+    return _of_caller(_RANDOM.sub("", request))
 
 
 def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,11 +143,11 @@ def _write(core: Any) -> None:
     notes = getattr(core, _NOTES, None)
     if notes is None or notes.prefix is None:
         return
-    prefix, content = notes.prefix.removesuffix(ALONE), end(core)
+    prefix, copy = notes.prefix.removesuffix(ALONE), _ended(core)
     folder = core.vllm_config.profiler_config.torch_profiler_dir
-    if content is not None and folder:
+    if copy is not None and folder:
         stem = f"{prefix}_dp{dp_of(core.vllm_config)}_{socket.gethostname()}_pid{os.getpid()}"
-        passes.write(content, Path(folder), stem)
+        passes.write(passes.encoded(copy.file(_named)), Path(folder), stem)
 
 
 class _Scheduled:
