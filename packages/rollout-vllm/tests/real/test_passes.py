@@ -7,11 +7,12 @@ import gc
 import re
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from stepscope import ProfileConfig, capture, trajectory, turn
@@ -24,7 +25,7 @@ from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.long_tail import step_long_tail
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.timeline.step.passes import RequestKey, linked_requests
-from stepscope_vllm import engine_args, record_request
+from stepscope_vllm import VllmProfiler, engine_args, record_request
 
 TRAJECTORIES, TURNS = 32, 2
 
@@ -189,3 +190,30 @@ def test_a_window_opens_when_so_many_requests_run_and_else_the_manifest_says_how
     assert most is not None
     assert 4 <= int(most[1]) <= 8
     assert any(note in said for said in step_report(runs[6].timeline).health.notes)
+
+
+def test_the_passes_of_an_llm_whose_core_is_another_process_are_read_while_it_generates(
+    model: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    llm = LLM(model=model, **sizes)
+    try:
+        profiler, began_ns = VllmProfiler(llm, replica=0), time.time_ns()
+        assert profiler.keep_passes(1)
+        with ThreadPoolExecutor() as pool:
+            answers = pool.submit(
+                llm.generate, ["hello world"] * 8, SamplingParams(max_tokens=200, ignore_eos=True)
+            )
+            read = [len(file.passes.number) for file in profiler.kept_passes(began_ns)]
+            while not answers.done():
+                time.sleep(0.01)
+                read += [len(file.passes.number) for file in profiler.kept_passes(began_ns)]
+            tokens = sum(len(answer.outputs[0].token_ids) for answer in answers.result())
+        (file,) = profiler.kept_passes(began_ns)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm, profiler
+        gc.collect()  # as above
+    assert sum(file.served.output) == tokens == 1600
+    assert len(file.passes.number) >= 200
+    assert any(0 < number < 200 for number in read)

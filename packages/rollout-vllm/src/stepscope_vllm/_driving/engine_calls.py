@@ -91,8 +91,8 @@ class EngineCalls:
 
         Returns:
             The answers; None if the engine cannot be called now: it has not begun, or its event loop does not
-            run. An LLM whose core is another process can never be called: its sockets belong to the thread
-            that generates.
+            run. An LLM whose core is another process can never be called so: its sockets belong to the thread
+            that generates. See `pids_of_cores`.
 
         Raises:
             Exception: the call failed, or took longer than `_NOW_S`.
@@ -108,6 +108,12 @@ class EngineCalls:
             return list(asked.result(_NOW_S))
         finally:
             asked.cancel()
+
+    def pids_of_cores(self) -> list[int]:
+        """Return the processes of an LLM's cores; empty if they are in this process, or actors of Ray."""
+        resources = getattr(getattr(self.engine.llm_engine, "engine_core", None), "resources", None)
+        processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
+        return [process.pid for process in processes if process.pid is not None]
 
     async def _result(self, method: str, function: Callable[[], Any]) -> Any:
         why = self.dead()

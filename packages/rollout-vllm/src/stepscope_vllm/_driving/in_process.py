@@ -222,12 +222,23 @@ class InProcessTarget:
             return True
         if self.in_this_process:
             plugin.load()
-        return self.calls.ask_cores_now(passes.KEEP, memory_mb) is not None
+        return self._ask_now(passes.KEEP, memory_mb) is not None
 
     def kept_passes(self, start_ns: int) -> list[PassFile]:
         """See `EngineProfilerBase`."""
-        contents = self.calls.ask_cores_now(passes.KEPT, start_ns)
+        contents = self._ask_now(passes.KEPT, start_ns)
         return [passes.file_of(content) for content in contents or () if content is not None]
+
+    def _ask_now(self, method: str, number: int) -> list[Any] | None:
+        """Return the answers of all cores; None if they cannot be asked now."""
+        answers = self.calls.ask_cores_now(method, number)
+        pids = () if answers is not None or self.calls.asynchronous else self.calls.pids_of_cores()
+        if not pids:
+            return answers
+        try:
+            return [passes.ask(pid, method, number) for pid in pids]
+        except (ConnectionRefusedError, FileNotFoundError):  # none listens yet, or no plugin does
+            return None
 
     async def _begin_passes(self, most: int) -> None:
         self._passes, self._noting = (), False
