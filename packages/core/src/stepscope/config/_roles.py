@@ -175,7 +175,8 @@ class IterationsConfig(Section, frozen=True, kw_only=True):
     count: AtLeastOne | None = None
     """Iterations recorded; None records until the capture ends."""
     running: AtLeastOne | None = None
-    """The window opens when so many requests run in the replica; None opens it with the capture."""
+    """The window opens when so many requests run in the replica, on each data-parallel rank between two
+    passes of its own, so not at the same pass of all; None opens it with the capture."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
