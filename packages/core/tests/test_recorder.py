@@ -5,6 +5,7 @@ One file above 400 lines, because all cases share the loop and the readers of wh
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import re
@@ -13,13 +14,18 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 from rich.console import Console
+from torch._utils import ExceptionWrapper
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from packages.report.tests.commands import Command
 from stepscope import (
@@ -298,6 +304,27 @@ def test_a_long_text_of_an_exception_is_cut_between_words() -> None:
     text = describe(RuntimeError("word " * 99))
     assert len(text) <= 200
     assert text.endswith(" word...")
+
+
+def test_an_error_that_carries_the_user_s_one_is_told_as_the_user_s() -> None:
+    boom = ValueError("boom\nmore")
+    of_ray: Any = RayTaskError
+    of_torch: Any = ExceptionWrapper
+    task = of_ray("f", "ray::f() (pid=1, ip=a)\nValueError: boom", boom, "ray::f", 1, "a")
+    outer = of_ray("g", "ray::g()", task.as_instanceof_cause(), "ray::g", 2, "a")
+    for error in (task, task.as_instanceof_cause(), outer):
+        assert describe(error) == "ValueError: boom"
+    try:
+        raise boom
+    except ValueError:
+        in_worker, trace = of_torch(where="in DataLoader worker process 0"), traceback.format_exc()
+    with pytest.raises(ValueError, match="Caught") as loader:
+        in_worker.reraise()
+    assert describe(loader.value) == "ValueError: boom"
+    message = f"\n\n-- Process 0 terminated with the following error:\n{trace}"
+    assert describe(ProcessRaisedException(message, 0, 1)) == "ValueError: boom"
+    groups = getattr(builtins, "ExceptionGroup", None)  # from Python 3.11 on
+    assert groups is None or describe(groups("of tasks", [boom, KeyError(1)])) == "ValueError: boom"
 
 
 def test_a_keyboard_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
         raise error
 
 
+_CAUGHT = re.compile(r"\s*(Caught \w+ in |-- Process \d+ terminated)")
+"""Begin of the messages with which torch raises the error of a data loader's or spawned worker."""
+_RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)")
+"""A traceback in a message, to the line of its error."""
 _PID = re.compile(r"\bpid: \d+")
 """The process of a dead actor, in a later line of Ray's message."""
 
@@ -98,18 +102,38 @@ def describe(error: BaseException) -> str:
     """Return `ExceptionType: message`, or the type alone if the message is empty or its `__str__` fails.
 
     The text is the first line of the message and has at most 200 characters. An error of stepscope's own,
-    which ends with the fix, may have more lines, and 2000 characters.
+    which ends with the fix, may have more lines, and 2000 characters. Of an error that only carries the
+    user's one, from a task of Ray, a worker of torch or a group of tasks, the text is of the user's error.
     """
     try:
+        inner = _inner(error)
+        if inner is not None:
+            return describe(inner)
         message = str(error)
     except ours():
         return type(error).__name__
     name = type(error).__name__
     if isinstance(error, StepscopeError):
         return _shortened(f"{name}: {message}", 2000)
+    if _CAUGHT.match(message):
+        remote = _RAISED.findall(message)
+        if remote:
+            return _shortened(remote[-1].strip(), 200)
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
     died = _PID.search(message) if name == "ActorDiedError" else None
     return _shortened(f"{name}: {first}" if first else name, 200) + (f" ({died[0]})" if died else "")
+
+
+def _inner(error: BaseException) -> BaseException | None:
+    """Return the error that `error` carries, the first one of several; None if it carries none."""
+    name = type(error).__name__
+    if name.startswith("RayTaskError"):
+        inner = getattr(error, "cause", None)
+    elif name in ("ExceptionGroup", "BaseExceptionGroup"):
+        inner = next(iter(getattr(error, "exceptions", ())), None)
+    else:
+        return None
+    return inner if isinstance(inner, BaseException) and inner is not error else None
 
 
 def _shortened(text: str, most: int) -> str:
