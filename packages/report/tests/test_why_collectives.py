@@ -187,6 +187,24 @@ def test_two_jobs_with_the_same_groups_are_not_mixed_up() -> None:
     assert [entered.awaited(state)[1] for state in states] == [()] * 4
 
 
+def test_two_runs_with_one_role_in_one_folder_are_not_mixed_up() -> None:
+    """One run waits for its rank that loads; in the other, the same rank is in the collective."""
+    states: list[ProcessState] = []
+    for run_id, late in (("feed0004", 5), ("feed0005", 6)):
+        for number, rank in enumerate((4, late)):
+            state = waiting(rank, None)
+            process = msgspec.structs.replace(
+                state.process, rank=4 + number, world_size=None, pid=len(states) + 1
+            )
+            states.append(msgspec.structs.replace(state, run_id=run_id, process=process))
+    answer = why(states)
+    loads = states[1].process.key
+    assert answer.calls[answer.culprits[0]].process == loads
+    waits = {call.process: [answer.calls[at].process for at in call.waits_for] for call in answer.calls}
+    assert waits[states[0].process.key] == [loads]
+    assert all(loads not in waits[state.process.key] for state in states[2:])
+
+
 def test_torch_reads_the_same_ranks_from_its_own_dump(run: Path) -> None:
     """The recorder of NCCL also knows the ranks of each group, which gloo's leaves out."""
     details, states = {}, []

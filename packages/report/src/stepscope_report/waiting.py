@@ -400,15 +400,15 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
     """The most that one of the others has begun."""
 
 
-_Group: TypeAlias = tuple[str, "int | None", str, tuple[int, ...]]
-"""Role and replica of a group's processes, its name, and its ranks."""
+_Group: TypeAlias = tuple[str, str, "int | None", str, tuple[int, ...]]
+"""Run, role and replica of a group's processes, its name, and its ranks."""
 
 
 class Entered:
     """The collectives that the ranks of each role have entered, by torch's own counts.
 
-    Peers have the same role and replica: a run may have several jobs of torch.distributed, whose groups have
-    the same names. Where two processes have one rank of a group, nothing is known of that group.
+    Peers have the same run, role and replica: a run may have several jobs of torch.distributed, whose groups
+    have the same names. Where two processes have one rank of a group, nothing is known of that group.
     """
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
@@ -465,7 +465,7 @@ class Entered:
 
 
 def _group(state: ProcessState, group: ProcessGroup) -> _Group:
-    return state.process.role, state.process.replica, group.name, group.ranks
+    return state.run_id, state.process.role, state.process.replica, group.name, group.ranks
 
 
 class Launched:

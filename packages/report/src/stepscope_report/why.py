@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice
+from typing import TypeAlias
 
 import msgspec
 
@@ -39,6 +40,9 @@ ENDED = "its process has ended"
 _NO_ANSWER = "no answer"
 _CIRCLE = 4
 """Largest number of named calls that wait for each other."""
+_Job: TypeAlias = tuple[str, str]
+"""(run, role) of processes, each with a rank of its own."""
+_Site: TypeAlias = tuple[_Job, str, Frame | None]
 _EDGES = 50
 """Largest number of calls, the oldest ones, that a call is taken to wait for if only its stack shows the
 wait."""
@@ -153,21 +157,21 @@ class _Answer:
         """{process: calls of its workers that no known call waits for}."""
         self._entered = Entered(states)
         self._launched = Launched(states, self.silent)
-        self._peers: dict[str, dict[int, ProcessState]] = defaultdict(dict)
-        """{role: {rank: state of its process}}."""
+        self._peers: dict[_Job, dict[int, ProcessState]] = defaultdict(dict)
+        """{(run, role): {rank: state of its process}}. Several runs may share a folder and a role's name."""
         for state in states:
             rank = rank_of(state)
             if rank is not None:
-                self._peers[state.process.role][rank] = state
+                self._peers[_job(state)][rank] = state
         found = [self._call(process, span) for process in self.processes.values() for span in process.calls()]
         found.sort(key=lambda call: -call.age_ns)
         self.calls = found
-        self._inside: dict[tuple[str, str, Frame | None], set[int | None]] = defaultdict(set)
-        """{(role, collective, frame that called it): ranks in it}."""
+        self._inside: dict[_Site, set[int | None]] = defaultdict(set)
+        """{(job, collective, frame that called it): ranks in it}."""
         for call in found:
             if call.collective is not None:
                 self._inside[self._site(call)].add(rank_of(self.processes[call.process].state))
-        self._lacked: dict[tuple[str, str, Frame | None], tuple[int, ...]] = {}
+        self._lacked: dict[_Site, tuple[int, ...]] = {}
         self._at = {(call.process, call.span): at for at, call in enumerate(found)}
         self._of: dict[str, list[int]] = defaultdict(list)
         """{process: indices of its calls}."""
@@ -305,7 +309,9 @@ class _Answer:
         if there are none, yield the workers without an answer.
         """
         workers = process.state.workers.keys() or {
-            key for key, other in self.processes.items() if other.state.process.actor_id
+            key
+            for key, other in self.processes.items()
+            if other.state.process.actor_id and other.state.run_id == process.state.run_id
         }
         if process.key not in self._unlinked:
             calls = (at for key in workers if key != process.key for at in self._of.get(key, ()))
@@ -319,14 +325,16 @@ class _Answer:
 
     def _missing_peers(self, call: Call, state: ProcessState) -> Iterator[int]:
         """Set the ranks that are missing in a collective, and yield the calls of these ranks."""
-        peers = self._peers[state.process.role]
+        peers = self._peers[_job(state)]
         missing = call.missing or self._lacks(call, state)
         at = self._at[call.process, call.span]
         self.calls[at] = msgspec.structs.replace(call, missing=missing)
         for rank in missing:
             other = peers.get(rank)
             if other is None:
-                key = next((key for key in self.silent if key.startswith(f"{call.role}_rank{rank}_")), None)
+                own = (key for one in self.states if one.run_id == state.run_id for key in one.workers)
+                silent = (key for key in own if key in self.silent)
+                key = next((key for key in silent if key.startswith(f"{call.role}_rank{rank}_")), None)
                 yield self._silent(key or f"{call.role} rank {rank}")
             else:
                 yield from self._calls_of(other.process.key)
@@ -340,18 +348,18 @@ class _Answer:
         """Return the ranks of the role that are not in the collective called at the same place; if all
         answering ranks are, return the ranks that do not answer.
         """
-        site, peers = self._site(call), self._peers[state.process.role]
+        site, peers = self._site(call), self._peers[_job(state)]
         if site not in self._lacked:
             size = state.process.world_size if state.process.rank is not None else None
             lacks = tuple(sorted(peers.keys() - self._inside[site]))
             self._lacked[site] = lacks or tuple(rank for rank in range(size or 0) if rank not in peers)
         return self._lacked[site]
 
-    def _site(self, call: Call) -> tuple[str, str, Frame | None]:
-        """Return (role, collective, innermost frame outside of torch) of a call."""
+    def _site(self, call: Call) -> _Site:
+        """Return (job, collective, innermost frame outside of torch) of a call."""
         frames = self._stacks[call.process, call.span]
         caller = next((frame for frame in frames if "/torch/" not in frame.file), None)
-        return self.processes[call.process].state.process.role, call.collective or "", caller
+        return _job(self.processes[call.process].state), call.collective or "", caller
 
     def _silent(self, key: str) -> int:
         role, _, rest = key.partition("_rank" if "_rank" in key else "_")
@@ -453,6 +461,10 @@ class _Answer:
         for thread in process.state.threads:
             if thread.id not in busy and any(not is_library(frame) for frame in thread.frames):
                 yield f"thread {thread.name}: {say_where(thread.frames)}"
+
+
+def _job(state: ProcessState) -> _Job:
+    return state.run_id, state.process.role
 
 
 def _no_call(state: ProcessState, where: str, *, blocks: bool = False) -> Call:

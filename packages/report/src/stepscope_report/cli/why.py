@@ -97,11 +97,11 @@ def _read(folder: Path) -> list[ProcessState]:
 
 def _is_all(states: Sequence[ProcessState]) -> bool:
     known = {state.process.key for state in states} | fates(states).keys()
-    ranks = {(state.process.role, state.process.rank) for state in states}
+    ranks = {(state.run_id, state.process.role, state.process.rank) for state in states}
     return bool(known) and all(
         known >= state.workers.keys()
         and not state.more
-        and all((state.process.role, rank) in ranks for rank in _world(state.process))
+        and all((state.run_id, state.process.role, rank) in ranks for rank in _world(state.process))
         for state in states
     )
 
