@@ -101,7 +101,7 @@ def drained(folder: Path) -> RunLayout:
     recorder = standing.standing()
     assert recorder is not None
     assert recorder.drain(30)
-    recorder._is_hurried = False
+    recorder.is_hurried = False
     return RunLayout(folder)
 
 
