@@ -433,6 +433,20 @@ def test_a_stage_that_grew_is_found_in_the_recorders_lines(tmp_path: Path) -> No
     assert report.unexplained_ns == 0
 
 
+@pytest.mark.parametrize(("waited", "kind"), [(5.0, "slow-stage"), (10.5, None), (60.0, "slow-host")])
+def test_a_stage_that_waited_for_another_process_without_a_core_is_not_named(
+    tmp_path: Path, waited: float, kind: str | None
+) -> None:
+    """The driver itself waits for the actor all the time, and for no core."""
+    folder, (actor,) = called(tmp_path, [600])
+    for process, value in ((folder.processes[0], 0.0), (actor, waited)):
+        values = {0: 0.0, **{ms * MS: value for ms in range(50, 650, 50)}}
+        process.counter("main thread waits for a core", values, unit="%", kind="interval")
+    lines(folder, 500, {"trainer/update_actor": 0.48})
+    cause = reported(folder).cause
+    assert (cause and cause.kind) == kind
+
+
 @pytest.mark.parametrize("slow_ms", [700, 350])
 def test_a_part_of_a_stage_is_named_if_it_took_longer_than_all_of_the_stage_did(
     tmp_path: Path, slow_ms: int

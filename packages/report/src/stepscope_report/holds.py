@@ -245,10 +245,18 @@ class Holds:
         ns = sum(held.values())
         return Suspect("slow-host", ns, ns, process=most, because=self._say_host(most))
 
-    def may_lack_ns(self, path: StepPath) -> int:
-        """Return the longest time for which processes on the critical path may have lacked a core."""
+    def may_lack_ns(self, path: StepPath, within: Sequence[Pair] | None = None) -> int:
+        """Return the longest time for which processes on the critical path may have lacked a core.
+
+        Args:
+            within: The stretches of the step that count, or None for all of it.
+        """
         return sum(
-            self.at_most_ns(process, pairs, thread)
+            self.at_most_ns(
+                process,
+                pairs if within is None else [part for pair in within for part in clipped(pairs, *pair)],
+                thread,
+            )
             for (process, thread), pairs in self._by_thread(path).items()
         )
 

@@ -87,6 +87,8 @@ class Suspect(NamedTuple):
     of the same process."""
     spells: tuple[Pair, ...] = ()
     """Stretches in which a rank that was late in no call was in none."""
+    within: tuple[Pair, ...] = ()
+    """Stretches of the step in which a top stage of the recorder's lines ran that took longer."""
     because: str = ""
     """Words for the thing that held the process meanwhile, or empty."""
     on_path: bool = False

@@ -137,6 +137,8 @@ def explain(
     holds = Holds(timeline, busy_hosts, middle(step.preempted for step in near) if near else 0)
     longer = list(_grown(path, near) if near else _grown_at_the_top(path, baseline))
     grown = list(filter(None, map(holds.unless_held, longer)))
+    if not near:
+        grown = [one for one in grown if not _may_lack_cores(one, path, holds)]
     blocks = [one for one in found if one.kind == "event-loop"]
     within = [] if near else found
     """Suspects within the step that count as an explanation of its excess: none if captured neighbours exist,
@@ -175,6 +177,13 @@ def explain(
         ordered.remove(lacked)
         ordered.insert(0, lacked)
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _may_lack_cores(grown: Suspect, path: StepPath, holds: Holds) -> bool:
+    """Return True if half of the growth of a top stage may be a lack of cores, in whatever process the step
+    waited for meanwhile.
+    """
+    return holds.may_lack_ns(path, grown.within) * 2 >= grown.longer_ns
 
 
 def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int | None]:
@@ -366,6 +375,7 @@ def _grown_at_the_top(
         except_of: Stages to leave out, as `role/stage`.
     """
     timeline, on_path = path.graph.timeline, _top_on_path(path)
+    extents = _top_extents(timeline)
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
     if not used or baseline is None:
         return
@@ -385,13 +395,15 @@ def _grown_at_the_top(
         part = _grown_part(path, (role, stage), usual_ns + longer_ns // 2)
         if part is None:
             kind = _kind_of((role, stage), waits=waits)
-            yield Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
+            suspect = Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
+            yield suspect._replace(within=tuple(extents[name]))
             continue
         # The whole stage took less in the neighbours than this part takes here: the difference is growth.
         label, process, part_ns = part
         grew_ns = part_ns - usual_ns
         beside = f"in all of {role} {stage} {beside}"
-        yield Suspect(_kind_of(label), grew_ns, grew_ns, label, process, part_ns, usual_ns, beside)
+        suspect = Suspect(_kind_of(label), grew_ns, grew_ns, label, process, part_ns, usual_ns, beside)
+        yield suspect._replace(within=tuple(extents[name]))
 
 
 def _grown_part(path: StepPath, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
