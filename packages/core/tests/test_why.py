@@ -221,7 +221,7 @@ def test_nobody_answers_in_a_run_without_a_recorder(tmp_path: Path, command: Com
 
 def test_a_run_without_run_json_is_known_by_its_lines_of_steps(tmp_path: Path, command: Command) -> None:
     (tmp_path / "steps_feed0002.jsonl").write_text('{"step":1,"start_ns":1,"dur_ns":1}\n')
-    assert "if it ended" in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())
+    assert "if the run ended" in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())
 
 
 def test_a_run_that_an_exception_ended_names_the_step(tmp_path: Path, command: Command) -> None:
@@ -247,7 +247,7 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(tmp_path: Path, comma
     assert "rollout push" in text
 
 
-@pytest.mark.parametrize(("record", "fix"), [("off", "record: off, in the run's"), ("spans", "if it ended")])
+@pytest.mark.parametrize(("record", "fix"), [("off", "record: off, in the run's"), ("spans", "if the run ended")])
 def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     tmp_path: Path, command: Command, record: str, fix: str
 ) -> None:
