@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,83 @@ def test_code_links_and_tables_are_not_read_as_prose() -> None:
 def test_docstrings_of_attributes_are_found() -> None:
     source = 'class A:\n    """Class."""\n\n    size: int\n    """How large it is."""\n'
     assert [text for _, text in docstrings(source)] == ["Class.", "How large it is."]
+
+
+def modules() -> dict[str, Path]:
+    """Return the file of each module of our packages, by dotted name."""
+    return {
+        ".".join(path.parts[path.parts.index("src") + 1 :])
+        .removesuffix(".py")
+        .removesuffix(".__init__"): path
+        for path in files(".py")
+        if "/src/stepscope" in path.as_posix()
+    }
+
+
+def entry_points() -> set[str]:
+    """Return the groups of entry points that our packages declare or load."""
+    sources = [path.read_text() for path in files(".py") if "/src/" in path.as_posix()]
+    return {name for source in sources for name in re.findall(r'"(stepscope\.[a-z_]+)"', source)}
+
+
+def dotted_names(text: str, known: dict[str, Path]) -> Iterator[str]:
+    """Yield the dotted names in backticks that begin with one of our packages, or with `_recording`."""
+    for name in re.findall(r"`(\w+(?:\.\w+)+)(?:\(.*?\))?`", text):
+        full = f"stepscope.{name}" if name.startswith("_recording.") else name
+        if full.partition(".")[0] in known:
+            yield full
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the names that the file of a module defines, imports or lists."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Name():
+                found.add(node.id)
+            case ast.alias():
+                found.add(node.asname or node.name)
+            case ast.Constant(value=str(value)):
+                found.add(value)
+    return found
+
+
+def exists(name: str, known: dict[str, Path]) -> bool:
+    """Return whether a dotted name is a module of ours, or begins with a name in one."""
+    owner, rest = name, ""
+    while owner not in known:
+        owner, _, rest = owner.rpartition(".")
+    return not rest or rest in names_in(known[owner])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        ("stepscope.files.clock", True),
+        ("stepscope.files.clock.read_anchor", True),
+        ("stepscope.files.clock.ClockAnchor.wall_ns", True),
+        ("stepscope.files.watch", False),
+        ("stepscope.files.clock.read_watch", False),
+    ],
+)
+def test_a_dotted_name_is_looked_up(name: str, is_there: bool) -> None:
+    assert exists(name, modules()) is is_there
+
+
+def test_dotted_names_of_ours_in_docstrings_exist() -> None:
+    known, groups = modules(), entry_points()
+    named = [
+        (f"{path.relative_to(ROOT)}:{line}", name)
+        for path in known.values()
+        for line, text in docstrings(path.read_text())
+        for name in dotted_names(text, known)
+    ]
+    assert named
+    assert [
+        f"{place}: {name}" for place, name in named if name not in groups and not exists(name, known)
+    ] == []
 
 
 def test_decisions_have_at_most_300_words() -> None:
