@@ -1,4 +1,4 @@
-"""The contract of a backend, and the lookup of one by name."""
+"""The contract of a backend, and the lookup of a backend by name."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Backend(Protocol):
             ProfilerBusyError: this backend was not stopped, or another profiler (perhaps the user's own)
                 records this process.
             BackendError: the profiler does not start. Nothing is left running.
-            KeyboardInterrupt: and the like, at any moment. `stop()` then ends whatever has started.
+            KeyboardInterrupt: at any moment, like other interrupts. `stop()` then ends whatever started.
         """
 
     def advance(self) -> None:

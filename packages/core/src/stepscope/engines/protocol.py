@@ -1,4 +1,4 @@
-"""Contracts of engine profilers and adapters, and the search for one by name or by engine object."""
+"""Contracts of engine profilers and adapters, and the search for an adapter by name or by engine object."""
 
 from __future__ import annotations
 
@@ -62,16 +62,18 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     passes: int = 0
     """Largest number of forward passes to note in a file of `files.passes`; 0 for none."""
     profiler: bool = True
-    """False if the engine's own profiler shall not run, and its passes alone are noted."""
+    """False if the capture notes only forward passes, and the engine's own profiler does not run."""
     seconds: float | None = None
-    """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
+    """Seconds after which a profiler that has a timer ends the recording by itself, because the process that
+    opened it may be gone; None for no limit."""
     stop_seconds: float | None = None
     """Time that the caller of `start` and `stop` waits for each, unless `patience_s` gives another; None to
     wait without limit. A longer stop goes on while the engine may serve again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
-    """Passed through to the engine after a check that its own signature knows every key."""
+    """Further options, which the adapter passes to the engine after a check that the engine's signature has
+    every key."""
 
 
 waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
@@ -201,7 +203,7 @@ class EngineProfilerBase(EngineProfiler):
     def weakly(self) -> Callable[[], EngineProfilerBase | None]:
         """Return a function that returns a profiler of this engine, or None once the engine is gone.
 
-        The flight recorder keeps the function. A profiler that has the engine must not be in it.
+        The flight recorder keeps the function, which must not hold a profiler that refers to the engine.
         """
         return lambda: self
 

@@ -78,19 +78,20 @@ class Exchange(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Their clock against ours: theirs = ours + `offset_ns`, right within +- `within_ns` at `at_ns`."""
+    """The lead of the other side's wall clock: its time = our time + `offset_ns`, +- `within_ns`."""
 
     offset_ns: int
     within_ns: int
     at_ns: int
-    """Our clock, in unix ns."""
+    """Time of the measurement on our clock, in unix ns."""
 
 
 def estimate_offset(exchanges: Iterable[Exchange]) -> Estimate | None:
-    """Return the offset of their clock by the best exchange.
+    """Return the offset of the other side's clock, from the exchange with the smallest `within_ns`.
 
-    Half of the time on the way is the most that a path can hide by being slower in one direction (RFC 5905).
-    None without exchanges, or if each was spoiled by a clock that was set back meanwhile.
+    A message that is slower in one direction shifts the offset by at most half of the time on the
+    way (RFC 5905).
+    Return None if there is no exchange, or if a clock was set back during each exchange.
     """
     usable = [exchange for exchange in exchanges if exchange.within_ns >= 0]
     if not usable:
@@ -103,7 +104,7 @@ _HAS_RAW = hasattr(time, "CLOCK_MONOTONIC_RAW")
 
 
 def read_anchor(tries: int = 5) -> ClockAnchor:
-    """Read all clocks at one moment. Return the tightest of `tries` readings: a preempted one is wide."""
+    """Read all clocks `tries` times, and return the reading that took least time."""
     readings = list[tuple[int, int, int, int | None]]()
     for _ in range(tries):
         before = time.monotonic_ns()

@@ -22,7 +22,7 @@ CounterScope: TypeAlias = Literal["process", "host"]
 BLOCKED_NS = 100_000_000
 """An event loop that is late by more than this is blocked."""
 IN = " in "
-"""Between the thread of a blocked event loop and the call that blocks it, in the name of what is counted."""
+"""Separator in `Series.of` of a blocked event loop: its thread, then the call that blocks it."""
 
 # Names of the counters by which a report judges; it shows all others as well.
 EVENT_LOOP = "event loop late"
@@ -63,7 +63,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field=
     """Number of the series in this file."""
     name: str
     of: str = ""
-    """`GPU 3`, `replica 0`; empty for the process or host itself."""
+    """The thing that is measured: `GPU 3`, `replica 0`. Empty if it is the process or its host."""
     unit: str = ""
     how: CounterKind = "level"
     scope: CounterScope = "process"

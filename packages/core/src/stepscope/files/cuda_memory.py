@@ -16,8 +16,9 @@ from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import read_records
 
 SUMMARY = "cuda_memory_summary"
+"""`Artifact.kind` of the summary of a snapshot."""
 OOM_SUMMARY = "cuda_memory_oom_summary"
-"""Kinds of the artifact; the second belongs to a snapshot taken at an out-of-memory error."""
+"""`Artifact.kind` of the summary of a snapshot that was taken at an out-of-memory error."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -39,13 +40,13 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     cut: bool
     """True if the history was full and lost its oldest events (`cuda_memory.max_entries`)."""
     peak_bytes: int
-    """The peak of allocated memory, within the history."""
+    """Largest number of bytes allocated at one time within the history."""
     peak_us: int | None
     peak_reserved_bytes: int
-    """The peak of the memory that the allocator held on the device."""
+    """Largest number of bytes that the allocator reserved on the device."""
     end_bytes: int
     end_reserved_bytes: int
-    """The memory that the allocator held at the snapshot."""
+    """Bytes that the allocator had reserved when the snapshot was taken."""
     before_bytes: int
     """The part of `peak_bytes` that was allocated before the first event."""
     blocks: tuple[Block, ...]
@@ -57,7 +58,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The innermost frame outside of torch, for each stack: `model.py:41 forward`."""
     ooms: int
     oom_bytes: int | None
-    """The size of the first failed allocation."""
+    """Bytes of the first allocation that failed, or None if none failed."""
 
 
 class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,20 +38,21 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """The requests, each at its position."""
 
     id: list[str]
-    """The engine's own id."""
+    """Id of each request inside the engine."""
     caller_id: list[str | None]
-    """The id under which the caller knows the request, or None if it is the engine's."""
+    """Id that the caller gave the request, or None if the caller uses the engine's id."""
     arrived_ns: list[Number | None]
     """Time at which the engine put the request into its queue, or None if that was before the recording."""
     version_begun: list[Version]
     """Version of the weights at the request's first pass, or None if the engine does not know it."""
     version_ended: list[Version]
-    """Version of the weights at its last pass."""
+    """Version of the weights at the request's last pass, or None if the engine does not know it."""
     updates_begun: list[Number | None] | None = None
     """Number of updates of the weights from the engine's start to the request's first pass, or None if they
     are not counted."""
     updates_ended: list[Number | None] | None = None
-    """Number of updates up to its last pass."""
+    """Number of updates of the weights from the engine's start to the request's last pass, or None if they
+    are not counted."""
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):

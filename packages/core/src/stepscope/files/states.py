@@ -141,12 +141,12 @@ class CommunicatorRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     rank: Int
     """Rank in the communicator."""
     host: str
-    """IP address of its host, or `unknown`."""
+    """IP address of the rank's host, or `unknown`."""
     pid: Int
     state: Literal["behind", "dead", "silent"]
     """`behind`: it has launched fewer collectives. `silent`: it does not answer NCCL."""
     op: str = ""
-    """The collective in which it is behind: `AllReduce`."""
+    """Kind of the collective in which the rank is behind, such as `AllReduce`."""
     begun: Int | None = None
     """Number of these collectives that it has launched, or None if it does not answer."""
     others: Int | None = None
@@ -159,9 +159,9 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
     hash: str
     size: Int
     ranks: tuple[CommunicatorRank, ...]
-    """The ranks that differ."""
+    """The ranks whose state differs from most of the communicator's ranks."""
     others: tuple[tuple[str, Int], ...]
-    """(IP address, process id) of the others."""
+    """(IP address, process id) of the ranks that do not differ."""
 
 
 class RayCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +172,7 @@ class RayCall(msgspec.Struct, frozen=True, kw_only=True):
     actor: str
     """Id of the actor that is called."""
     method: str
-    """`Trainer.update`."""
+    """Name of the called method with its class, such as `Trainer.update`."""
     state: str
     """State of the call, in Ray's word: `RUNNING`, `SUBMITTED_TO_WORKER`..."""
     age_ns: Int

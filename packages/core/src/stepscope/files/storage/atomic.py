@@ -30,7 +30,7 @@ def boot_id() -> str | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether this machine has such a process, of any user."""
+    """Return whether a process with the id `pid` runs on this machine, under any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

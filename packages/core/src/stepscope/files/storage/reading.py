@@ -78,7 +78,7 @@ def lines_of(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """Return the readable records of a file with one a line, in written order; empty without a file."""
+    """Return the readable records of a file of JSON lines, in order; empty if there is no file."""
     try:
         lines = read_file(path).split(b"\n")
     except (OSError, RecordError):
