@@ -18,7 +18,7 @@ from _measure import arguments, header, table, verdict
 
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.counters.load import HostClaim, garbage, host_load, process_load
-from stepscope.backends.protocol import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 

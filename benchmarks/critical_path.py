@@ -30,9 +30,10 @@ from stepscope import ProfileConfig, aprepare, capture, profile_step
 from stepscope.files.layout import RunLayout
 from stepscope_report.accounting import Label
 from stepscope_report.demo import task
+from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.model import token_log_probs
 from stepscope_report.demo.rollout import play
-from stepscope_report.demo.task import Batch, Calculator, Trajectory
+from stepscope_report.demo.task import Batch, Trajectory
 from stepscope_report.demo.trainer import WARM_UP, start_ray
 from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 from stepscope_report.spans import label_of

@@ -32,8 +32,9 @@ from stepscope import ProfileConfig, aprepare, capture, span
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope_report.demo import task
+from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.rollout import RolloutReplica, play
-from stepscope_report.demo.task import Calculator, Trajectory, group_advantages
+from stepscope_report.demo.task import Trajectory, group_advantages
 from stepscope_report.demo.trainer import ACTORS, GROUP, WARM_UP, Trainer, start_ray
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.whatif.changes import Options

@@ -247,7 +247,9 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(tmp_path: Path, comma
     assert "rollout push" in text
 
 
-@pytest.mark.parametrize(("record", "fix"), [("off", "record: off, in the run's"), ("spans", "if the run ended")])
+@pytest.mark.parametrize(
+    ("record", "fix"), [("off", "record: off, in the run's"), ("spans", "if the run ended")]
+)
 def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     tmp_path: Path, command: Command, record: str, fix: str
 ) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import ray
 
 from stepscope import ProfileConfig, aprepare, capture
-from stepscope_report.demo.task import Calculator
+from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.trainer import WARM_UP, Trainer, start_ray
 
 EVERY = 3

@@ -122,7 +122,7 @@ def test_the_passes_of_a_step_that_nobody_captured_come_from_the_actor(actor: An
         assert recorder is not None
         assert recorder.write_last(1) == [step]
         assert recorder.drain(60)
-        recorder._is_hurried = False
+        recorder.is_hurried = False
         found = RunLayout(run_folder).step(step)
         until = time.monotonic() + 20
         while not (states := kept_states(found)) and time.monotonic() < until and step > 14:
