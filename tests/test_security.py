@@ -66,7 +66,7 @@ def test_yaml_makes_plain_values_alone() -> None:
     ], "read YAML there: its loader is a SafeLoader"
 
 
-def test_nothing_listens() -> None:
+def test_no_port_listens_and_one_socket_answers_its_user() -> None:
     imported = [
         str(entry)
         for package in PACKAGES
@@ -78,7 +78,12 @@ def test_nothing_listens() -> None:
         for where, what in calls()
         if what.rpartition(".")[2] in ("listen", "create_server", "start_server", "start_unix_server")
     ]
-    assert not imported + called
+    core = "packages/rollout-vllm/src/stepscope_vllm/_engine_side/passes.py"
+    assert not imported
+    assert [where.partition(":")[0] for where in called] == [core]
+    text = (ROOT / core).read_text()
+    assert text.count("socket.socket(socket.AF_UNIX)") == text.count("socket.socket(") == 2
+    assert "SO_PEERCRED" in text
 
 
 @pytest.mark.needs("torch")
