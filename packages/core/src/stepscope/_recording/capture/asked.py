@@ -50,7 +50,7 @@ def step_of(value: object) -> int:
 
 
 def rank_of(value: object) -> int | None:
-    """Return a rank, converted as in `step_of`; None stays None."""
+    """Return a rank as an int, converted as in `step_of`. Return None if `value` is None."""
     if value is None:
         return None
     rank = _whole(value)

@@ -114,13 +114,13 @@ class Capture:
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
         self._mark: Mark | None = None
-        """The scope in which the capture was opened, while it is open; else None."""
+        """The scope in which the capture was opened. None unless the capture is open."""
         self._began: steps.Began | None = None
         """Start of a step that is not selected, between its opening and its closing; else None."""
         self._end_kept: Callable[[object], None] | None = None
         """Function that ends an unselected step in the flight recorder; None if the recorder is off."""
         self._life: Lifecycle | None = None
-        """The life of the capture, or None for a step that is not selected."""
+        """The lifecycle of the capture. None if the step is not selected."""
         if self.selected:
             self._life = _lifecycle().Lifecycle(self._asked, taker=self)
         self._spent_ns = time.monotonic_ns() - began_ns

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _kept: set[str] = set()
-"""Runs in which an old step had to stay. One writer: `_tell_kept`."""
+"""Root folders of the runs in which an old step could not be removed. One writer: `_tell_kept`."""
 _tidied: dict[str, StepLayout] = {}
 """{output folder: the step captured last in it}. One writer: `_tidy`."""
 
@@ -155,7 +155,7 @@ _is_torch_explained = False
 
 
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
-    """Write the manifest, log problems, and remove steps for which the budget has no room."""
+    """Write the manifest, log problems, and remove the old steps that exceed `budget.keep_steps`."""
     manifest = _write(session, partial(_enter_omissions, asked, session, participants))
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)

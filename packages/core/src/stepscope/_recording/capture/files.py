@@ -40,7 +40,7 @@ class CapturedFiles:
         self.session.manifest_part.fold(self.session.layout)
 
     def unfinished(self) -> bool:
-        """Return whether another process (a worker, or another rank of torchrun) still records or writes.
+        """Return True if another process (a worker, or another rank of torchrun) still records or writes.
 
         The answer is read from the disk, because a call would have to wait for a busy process.
         """

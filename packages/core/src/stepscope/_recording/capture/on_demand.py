@@ -375,7 +375,7 @@ def _first_answer(request: Request) -> Answer:
 def wanted(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """Return the result of `Listener.wanted` of this process' listener. Never raise."""
+    """Call `Listener.wanted` of this process' listener and return the result. Never raise."""
     if switch.DISABLED or not config.control.requests:
         return None
     try:

@@ -54,7 +54,7 @@ class UneditedCapture:
 
 
 def failed(error: Exception) -> None:
-    """Remember why a step of the loop could not be captured."""
+    """Record the error that prevented the capture of a step of the loop."""
     no_step.failed(error)
 
 
@@ -77,7 +77,7 @@ def new_capture(
 
 
 def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
-    """Return the engines of this step, or None if there are none, or if none is to be recorded."""
+    """Return the engines of this step, or None if there is no engine to record."""
     config = configure.current()
     match = config.role("rollout")
     if match is None or not match[1].engine.profiler or not (groups or local_engines.registered()):

@@ -59,7 +59,7 @@ class CaptureWork:
         return self._participants is not None
 
     async def begin(self) -> Session | None:
-        """Make the session, and open its files. Return None if the capture was closed before this began."""
+        """Make the session, and open its files. Return None if the capture was closed before this call."""
         if self.state != "opening":
             return None
         session = _make_session(self._asked, self._participants, self._began_ns)
