@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from stepscope._recording.session.session import Session
 
 _KEPT = 256
-"""Largest number of captures whose files a worker keeps to be fetched: more than any queue of finish work
-holds. A dead owner neither fetches nor releases files."""
+"""Largest number of captures whose files a worker keeps until they are fetched. The limit is needed because
+an owner that has died never releases files; it is larger than any queue of finish work."""
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):

@@ -188,7 +188,7 @@ class Call:
         self._kind: str | None = boundary.entry.step
         self.before = _NOTHING
         self.is_late = False
-        """True if the change `before` is left to the coroutine that the call returns."""
+        """True if the coroutine that the call returns makes the change `before`, when it is awaited."""
         if not boundary.condition.holds(arguments, args, kwargs):
             self._kind = None
         elif _step is not None and (_step.is_around or self._kind == "around"):

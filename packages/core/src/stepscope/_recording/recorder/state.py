@@ -82,7 +82,7 @@ _NEXT_LOG = 1 << 40
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
 """Methods of asyncio whose `self` is a loop that runs, or has one."""
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
-"""Methods of an event loop that show no frame of their own where it is written in C, as uvloop is."""
+"""Methods of an event loop that have no Python frame if the loop is written in C, as uvloop is."""
 
 Group: TypeAlias = "tuple[str, str | None, Place]"
 """Stage, role and place of calls that count as alike."""
@@ -192,8 +192,8 @@ class _Calls:
                 self._rest.append(task)
 
     def _leaves(self) -> tuple[list[Span], dict[int, int]]:
-        """Return the innermost spans, the oldest of each place, and {id of a span: number of similar spans
-        that are left out}.
+        """Return the innermost open spans, at most `ALIKE` of a group and `MOST` in total, and {id of the
+        first span of a group: number of spans of the group that are left out}.
         """
         above, open_ = set[int](), list[Span]()
         for span in self._spans:

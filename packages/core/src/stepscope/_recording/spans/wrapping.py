@@ -336,13 +336,13 @@ class _Signature(NamedTuple):
     """A signature as pieces of source, each parameter with a comma behind it."""
 
     params: str
-    """`a, /, b, *c, d, **e`"""
+    """Parameters as declared, for example `a, /, b, *c, d, **e`."""
     call: str
-    """`a, b, *c, d=d, **e`"""
+    """Arguments of a call that passes all parameters on, for example `a, b, *c, d=d, **e`."""
     args: str
-    """`a, b, *c`"""
+    """Positional arguments only, for example `a, b, *c`."""
     kwargs: str
-    """`'d': d, **e`"""
+    """Keyword arguments as items of a dict, for example `'d': d, **e`."""
 
     @classmethod
     def of(cls, code: CodeType) -> _Signature:
