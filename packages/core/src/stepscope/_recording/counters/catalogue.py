@@ -87,7 +87,7 @@ class _Host:
         return HostClaim(self._step_folder)
 
     def only(self, opener: Opener) -> Opener:
-        """Return `opener` for the process that has the right, and one without sources for others."""
+        """Return `opener` if this process has the right to sample the host, else one without sources."""
         return lambda: opener() if self.claim.taken else ()
 
     def installed(self, point: EntryPoint) -> Iterable[CounterSource]:
@@ -106,7 +106,9 @@ _ALLOWED = {"kind": get_args(CounterKind), "scope": get_args(CounterScope)}
 
 
 def _checked(source: CounterSource) -> CounterSource:
-    """Return a counter of another package. Raise AbsentError if one of its fields is wrong."""
+    """Return the counter of another package after a check of its fields. Raise AbsentError if a field is
+    wrong.
+    """
     named = f"{type(source).__module__}.{type(source).__qualname__}"
     for field in ("name", "unit", "kind", "scope"):
         value = getattr(source, field, None)

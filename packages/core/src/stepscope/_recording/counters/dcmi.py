@@ -25,7 +25,7 @@ _AI_CORE_CLOCK = 7
 """DCMI_FREQ_AICORE_CURRENT_."""
 _MB = 1 << 20
 Chip: TypeAlias = tuple[int, int]
-"""(card, device on it)."""
+"""(number of a card, number of a device on the card)."""
 
 
 class _Hbm(ctypes.Structure):
@@ -41,7 +41,7 @@ class _Hbm(ctypes.Structure):
 
 
 class DcmiError(Exception):
-    """Refusal of a DCMI call, with its code."""
+    """A DCMI call returned an error code."""
 
 
 class _Dcmi:
@@ -92,7 +92,7 @@ class _Dcmi:
 
 
 def _library() -> ctypes.CDLL:
-    """Load DCMI. Raise OSError if it is in neither place."""
+    """Load the library. Raise OSError if it is in none of the places in `LIBRARIES`."""
     first, second = LIBRARIES
     try:
         return ctypes.CDLL(first)

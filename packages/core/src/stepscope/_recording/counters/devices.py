@@ -22,7 +22,7 @@ Handle = TypeVar("Handle")
 
 
 class DeviceCounter(CounterSource, Generic[Handle]):
-    """One query, of every device. A device that refuses it is not asked again."""
+    """A counter that puts one query to every device. A device that refuses the query is not asked again."""
 
     scope: CounterScope = "host"
 

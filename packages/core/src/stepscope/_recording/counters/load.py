@@ -139,7 +139,7 @@ class ThreadCoreWait(CounterSource):
 
 
 class CoreWait(ThreadCoreWait):
-    """The same of the main thread."""
+    """Time in which the main thread had work and no core, as `ThreadCoreWait` tells it of others."""
 
     name = CORE_WAIT
 
@@ -235,7 +235,7 @@ class LongestPause(CounterSource):
 
 
 def garbage() -> Iterator[CounterSource]:
-    """Yield the sources of the collector."""
+    """Yield the counters of Python's garbage collector."""
     share = GarbageShare()
     yield share
     yield LongestPause(share)
@@ -347,7 +347,7 @@ class HostClaim:
     def __init__(self, step_folder: str) -> None:
         name = f"\0stepscope-counters-{os.getuid()}-{crc32(step_folder.encode()):08x}"
         self.taken = True
-        """True if this process has the right."""
+        """True if this process has the right to sample the host."""
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(name)
@@ -357,7 +357,7 @@ class HostClaim:
             self.free()
 
     def free(self) -> None:
-        """Give the right back. Idempotent."""
+        """Give the right to sample the host back. Idempotent."""
         held, self._socket = self._socket, None
         if held is not None:
             with suppress(OSError):
@@ -387,5 +387,7 @@ class ObjectStore(CounterSource):
 
 
 def ray_store() -> Iterator[CounterSource]:
-    """Yield the source. It has no values in a process that is not connected to a cluster."""
+    """Yield the counter of Ray's object store. It has no values in a process that is not connected to a
+    cluster.
+    """
     yield ObjectStore()

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 WRITE_NS = 900_000_000
 """Longest time in ns that a sample stays in memory before it is written, less a tick of the sampler."""
 MOST_SAMPLES = 100_000
-"""Largest number of samples in one file: almost three hours at 10 Hz. Further ones are dropped and
+"""Largest number of samples in one file: almost three hours at 10 Hz. Further samples are dropped and
 counted."""
 _encode = msgspec.json.Encoder().encode_lines
 
 
 class CounterLog:
-    """The counters of one capture: `prepare`, `open`, `start`, then `close`."""
+    """The counter file of one capture. Its methods are called in the order `prepare`, `open`, `start`,
+    `close`.
+    """
 
     def __init__(
         self, path: Path, sampler: Sampler, *, process: ProcessInfo, step: int, run_id: str, hz: float

@@ -170,9 +170,7 @@ class Sampler:
         return list(ticks[first : bisect_left(ticks, end_ns, key=_at_ns) + 1])
 
     def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
-        """Return the mean of each series, except totals, that has a sample in the time from `start_ns` to
-        `end_ns`.
-        """
+        """Return the mean of each series with a sample from `start_ns` to `end_ns`. Totals have none."""
         values: dict[int, list[float]] = defaultdict(list)
         for tick in self.between(start_ns, end_ns):
             for number, value in tick.values.items():
@@ -218,7 +216,7 @@ class Sampler:
             self._wait(due_ns)
 
     def _wait(self, due_ns: int) -> None:
-        """Wait until `due_ns`, or less long if the period becomes shorter or the sampler is ended."""
+        """Wait until `due_ns`, or until the period becomes shorter or the sampler is ended."""
         while not self._stopping and (left_ns := min(due_ns - monotonic_ns(), self._period_ns)) > 0:
             try:
                 self._wake.get(timeout=left_ns / 1e9)

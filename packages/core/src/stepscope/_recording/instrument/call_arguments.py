@@ -107,7 +107,7 @@ class Arguments:
 
 
 class Condition(NamedTuple):
-    """Condition on a call: some values equal given ones, or are the same object."""
+    """A condition on a call: the values at some paths equal given values, or are the same objects."""
 
     where: Mapping[str, object]
     same: dict[str, str]
@@ -119,7 +119,7 @@ class Condition(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """The paths that it reads."""
+        """The paths that the condition reads."""
         return [*self.where, *self.same, *self.same.values()]
 
     @property
@@ -150,7 +150,7 @@ def _first_of(path: str) -> str:
 
 
 def number_of(value: object) -> Number | None:
-    """Return a number or a boolean, numpy's and torch's scalars too; None for None.
+    """Return a number or a boolean, also from a scalar of numpy or torch. None stays None.
 
     Raises:
         LookupError: `value` is something else, or a tensor on a device, whose reading would wait for the

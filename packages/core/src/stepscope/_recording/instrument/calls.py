@@ -57,8 +57,8 @@ class Timing(NamedTuple):
     stage: str | None
     attrs: Attrs | None
     condition: Condition
-    """The calls that the entry is for. If a function has several timings, the first one whose condition holds
-    is used."""
+    """Decides which calls the entry is for. If a function has several timings, the first one whose condition
+    holds records the call."""
     kind: str = "span"
     # Paths to what a call says of itself.
     id: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Calls:
     """True if calls have a scope even without a capture, so that a capture that opens meanwhile knows their
     place."""
     over = results.OVER
-    """Types of results that cannot go on after the return."""
+    """Types of results with which a call is over when it returns: their work cannot go on."""
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         self.timing = timing
@@ -154,7 +154,7 @@ class Calls:
         return OFF
 
     def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Add the values that the entry reads after the call."""
+        """Add the values that the entry reads from the result."""
         numbers = {
             name: self.number(f"values.{name}", path, args, kwargs, (result,))
             for name, path in self.timing.values.items()

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 _config: ProfileConfig | None = None
-"""Configuration for engines that are built from now on, or None to leave these unchanged. One writer:
-`watch`."""
+"""Configuration for the engines that this process builds from now on, or None to leave engines unchanged.
+One writer: `watch`."""
 _watched: set[str] = set()
 """Adapters whose library is patched at its import. One writer: `watch`."""
 

@@ -52,7 +52,7 @@ class _Paths:
         self.lost: dict[str, ConfigError] = {}
 
     def gone(self, paths: Iterable[str], *, after: bool = True) -> list[str]:
-        """Return the paths that begin with no argument."""
+        """Return the paths that begin with no argument of the function."""
         return [path for path in paths if not self._is_there(path, after)]
 
     def kept(self, timing: Timing) -> Timing:
@@ -94,7 +94,7 @@ class _Paths:
 
 
 def _all_in(texts: Iterable[str | None]) -> list[str]:
-    """Return the paths in these texts."""
+    """Return all paths in texts of an entry, such as a label with `{path}` in it."""
     return [path for text in texts if text for path in paths_in(text)]
 
 

@@ -24,7 +24,7 @@ _latest: int | None = None
 
 
 def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) -> None:
-    """Read settings of the frameworks of these presets. `installed` returns a distribution's version."""
+    """Set the presets whose frameworks' settings are read. `installed` returns a distribution's version."""
     global _latest
     _latest = None
     _sources.clear()
@@ -54,7 +54,9 @@ def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: di
 
 
 def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
-    """Yield the settings that the configuration has. A value that is no number is left out."""
+    """Yield the listed settings that the configuration has, without values that are neither numbers nor
+    listed words.
+    """
     for knob, setting in listed.items():
         value: object = _ABSENT
         try:

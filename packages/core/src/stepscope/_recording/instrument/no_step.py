@@ -34,7 +34,7 @@ _steps: list[int] = []
 _count = 0
 """Number of steps that began in this process. One writer: `reached`."""
 _added: set[str] = set()
-"""First words of the lines that this process has added to the file. One writer: `_add`."""
+"""First words of the lines that this process has added to `RunLayout.reached`. One writer: `_add`."""
 
 
 def watch(config: ProfileConfig) -> None:
@@ -137,7 +137,7 @@ def _ended_by() -> str | None:
 
 
 def _speaks() -> bool:
-    """Return whether this process is the one that logs the line for its run."""
+    """Return True if this process logs the line on behalf of its run."""
     main = os.environ.get(MAIN, "")
     if main.endswith(_IS_PYTHON):
         return main == f"{os.getpid()}{_IS_PYTHON}"

@@ -32,8 +32,8 @@ _instruments: dict[str, Instrument] = {}
 refusals: dict[str, str] = {}
 """{`module:name`: reason why nothing is installed}. One writer: this module."""
 missed: dict[str, str] = {}
-"""Functions that presets name and this process lacks: {`instrument(...) of the preset ...`: reason}. One
-writer: `note_failure`."""
+"""Functions that presets name and that do not exist in this process: {`instrument(...) of the preset ...`:
+reason}. One writer: `note_failure`."""
 
 
 class Patched(NamedTuple):

@@ -29,7 +29,7 @@ class StepCapture(Protocol):
 
     @property
     def blocks(self) -> bool:
-        """True if opening it without `await` waits for other processes or engines."""
+        """True if opening the capture without `await` waits for other processes or engines."""
 
     def open(self) -> None: ...
     async def aopen(self) -> None: ...
@@ -46,10 +46,10 @@ A Ray worker needs it too. It unpickles a wrapper with its class, and configures
 
 
 class Boundary(NamedTuple):
-    """The meaning that calls of one function have for steps."""
+    """Says which change of step the calls of one function make."""
 
     entry: InstrumentConfig
-    """An entry with `step`."""
+    """The `instrument` entry, whose `step` is set."""
     counts: bool
     """True if each call of a `begin` without `number` begins a step; False beside a `next`, which counts the
     steps."""
@@ -188,7 +188,8 @@ class Call:
         self._kind: str | None = boundary.entry.step
         self.before = _NOTHING
         self.is_late = False
-        """True if the coroutine that the call returns makes the change `before`, when it is awaited."""
+        """True if the change `before` the call is made later, by the coroutine that the call returns, when it
+        is awaited."""
         if not boundary.condition.holds(arguments, args, kwargs):
             self._kind = None
         elif _step is not None and (_step.is_around or self._kind == "around"):
@@ -277,7 +278,7 @@ def begin(call: Call) -> None:
 
 
 async def abegin(call: Call) -> None:
-    """Apply the change before a call of a coroutine function."""
+    """Apply the change that is due before a call of a coroutine function."""
     await aswitch(call.before)
 
 

@@ -89,7 +89,7 @@ activations = 0
 
 
 def activate(session: Session) -> None:
-    """Switch recording on in this process: the last act of opening."""
+    """Switch recording on in this process. Opening ends with this."""
     global activations
     shutdown.install()
     keep_places()
