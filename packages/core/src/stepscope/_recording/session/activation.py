@@ -107,7 +107,7 @@ def activate(session: Session) -> None:
 
 
 def _beside(running: Sequence[Span]) -> Iterator[Span]:
-    """Yield the running spans, except those around the capture."""
+    """Yield the running spans, except those inside of which the capture opens."""
     around, scope = set[Scope](), scopes.current.get()
     while scope is not None:
         around.add(scope)
@@ -153,9 +153,7 @@ def _is_in_call() -> bool:
 
 
 def _forget() -> None:
-    """Leave the span file, the profiler and the capture to the parent, because a forked child is not
-    recorded.
-    """
+    """Forget the session, the recorder and the capture of the parent in a forked child."""
     slot.active = slot.recorder = None
     forget()
 

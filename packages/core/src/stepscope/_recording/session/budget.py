@@ -68,7 +68,9 @@ def resident_mb() -> int | None:
 
 
 def over_budget(config: ProfileConfig) -> str | None:
-    """Return the reason why no further trace may be written into the run's folder, or None if one may."""
+    """Return the reason why no further trace may be written into the run's folder, or None if there is
+    room.
+    """
     run, budget = RunLayout(config.save_path), config.budget
     folder = run.root.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

@@ -32,12 +32,12 @@ MOST_RECORDS = 100
 times.
 """
 ITEM = "CUDA out of memory"
-"""Name of the record in the manifest of a capture that was open."""
+"""Name of the item, in the manifest of the open capture, that stands for an out-of-memory record."""
 
 _numbers = itertools.count(1)
-"""Numbers for this process' files."""
+"""Numbers for the names of this process' out-of-memory files."""
 _watch: _Watch | None = None
-"""The watch of this process. Only `watch` sets it."""
+"""The object that keeps snapshots in this process. One writer: `watch`."""
 
 
 def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:

@@ -262,7 +262,7 @@ class Windows:
             failures.warn("stepscope: step %d %s", self._step, what)
 
     def _tell_late(self, name: str) -> None:
-        """Log a problem with a file that occurred after the capture has logged the others."""
+        """Log a problem with a file that occurred after the summary of the capture was logged."""
         if not self._manifest_part.told:
             return
         for item in self._manifest_part.record.expected:
@@ -383,9 +383,7 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             self.windows.unmark(marker)
 
     def _say_profiling(self, began_ns: int) -> None:
-        """Record a span below this one for the time since `began_ns`, in which the profiler was started or
-        stopped.
-        """
+        """Record a child span from `began_ns` to now, in which the profiler started or stopped."""
         record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:

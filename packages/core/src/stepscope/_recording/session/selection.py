@@ -95,7 +95,7 @@ def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]
 
 
 def is_shared(config: ProfileConfig, role: str) -> bool:
-    """Return whether the pattern of a role may also match roles with more ranks than this role has."""
+    """Return True if the pattern that matches this role may also match a role with more ranks."""
     match = config.role(role)
     return match is not None and match[0] != role
 

@@ -134,8 +134,7 @@ class Session:
         self._replicas: set[str] = set()
         """Keys of the engines whose counters are sampled."""
         self.forks = 0
-        """Number of children forked while the session was open. They record nothing, and the manifest says
-        so."""
+        """Number of children forked while the session was open. The manifest lists them as not recorded."""
         self.switch_off: Callable[[Session], None] | None = None
         """Function that removes this session from the process' slot. Set by the slot's writer."""
         self._is_profiled = False
@@ -149,7 +148,7 @@ class Session:
         """Clock reading at which closing began."""
         self._hardware: Hardware | None = None
         self._is_awaited = False
-        """True if the exports wait until the caller has returned from closing."""
+        """True if the exports wait until the caller of `close` goes on."""
         self._handed_back = threading.Event()
         self._closed = False
 
@@ -284,7 +283,9 @@ class Session:
             self.manifest_part.write()
 
     def open(self) -> None:
-        """Open all files. For a process that starts no workers or engines in between."""
+        """Open all files at once. For a process that starts no workers or engines between the parts of
+        opening.
+        """
 
         async def opened() -> None:
             self.open_files()

@@ -54,7 +54,7 @@ _STAGES = {
 }
 """{method of `ProcessGroup`: stage of its spans}. Each version of torch has some of them."""
 _AT_ONCE_NS = 50_000
-"""A wait that begins this soon after its call, in the same thread, belongs to it."""
+"""A wait that begins within this time after a call, in the same thread, belongs to that call."""
 
 _Method: TypeAlias = Callable[..., Any]
 
@@ -65,7 +65,7 @@ _installed = False
 _issued: dict[int, _Issued] = {}
 """{id of a work: its call}, for works that nobody has waited for. `sweep` removes those that are freed."""
 _SWEEP_AT = 256
-"""Number of calls in `_issued` at which a further one sweeps."""
+"""Number of calls in `_issued` from which on each further call runs `sweep`."""
 
 
 class _Issued(weakref.ref[Any]):
@@ -85,7 +85,9 @@ class _Issued(weakref.ref[Any]):
 
 
 def watch(is_on: bool) -> None:
-    """Time collectives from now on, or not. Until torch.distributed is initialised, this must be repeated."""
+    """Begin or stop to time collectives. Has no effect before torch.distributed is initialised: call it
+    again.
+    """
     global _is_on, _installed
     if _issued:
         sweep()

@@ -87,7 +87,7 @@ def _below(fn: FunctionType) -> FunctionType | None:
 
 
 def _held(fn: FunctionType) -> list[FunctionType]:
-    """Return the functions in the closure of `fn`."""
+    """Return the functions that the closure of `fn` holds."""
     contents = [_content(cell) for cell in fn.__closure__ or ()]
     return [content for content in contents if isinstance(content, FunctionType)]
 
@@ -154,14 +154,14 @@ def _read(fn: FunctionType, below: FunctionType, levels: int) -> Iterator[Functi
 
 
 def _looks(code: CodeType, names: Mapping[str, object]) -> bool:
-    """Return whether code accesses another frame than its own."""
+    """Return True if a code object accesses the frame of its caller."""
     if {"f_back", "getouterframes", "_getframemodulename"}.intersection(code.co_names):
         return True
     return bool({"_getframe", "stack"}.intersection(code.co_names)) and _asks(code, names)
 
 
 def _asks(code: CodeType, names: Mapping[str, object]) -> bool:
-    """Return whether code calls `inspect.stack`, or `sys._getframe` with a number."""
+    """Return True if a code object calls `inspect.stack`, or `sys._getframe` with a number."""
     before, is_getting = None, False
     for instruction in dis.get_instructions(code):
         if is_getting and instruction.opname.startswith("CALL"):

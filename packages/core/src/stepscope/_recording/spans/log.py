@@ -215,9 +215,8 @@ class SpanLog(SpanMaker):
         self._write(text, finished - lost)
 
     def _is_of_step(self, span: Span) -> bool:
-        """Return whether a taken span has ended in the step so far, or is of a trajectory.
-
-        Others, a service's main loop for example, say nothing about the step.
+        """Return True if a span taken from the flight recorder has ended in the step, or is of a trajectory.
+        Other spans, such as a service's main loop, say nothing about the step.
         """
         if span.end_ns is None:
             return scopes.trajectory_at(span) is not None

@@ -24,7 +24,7 @@ _current, _enter = current.get, current.set
 
 
 class SpanObserver(Protocol):
-    """A replacement for a log's own methods that make spans, for another recorder of spans: a profiler's
+    """Makes the spans in place of a log, while something else needs to see each span, such as a profiler's
     windows.
     """
 

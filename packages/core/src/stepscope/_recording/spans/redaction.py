@@ -12,7 +12,8 @@ from stepscope.files.values import AttrValue, attr_value
 
 MAX_KEY = 100
 MAX_COUNT = 64
-"""Largest number of attributes kept of a span. The attribute `attributes_left_out` counts the rest."""
+"""Largest number of attributes of a span that are written. The attribute `attributes_left_out` counts the
+others."""
 REDACTED = "[redacted]"
 
 hook: Callable[[str, AttrValue], AttrValue] | None = None

@@ -65,7 +65,7 @@ class Unbegun(Begun):
         self._dropped = dropped
 
     def begin(self) -> Coroutine:
-        """Return the coroutine, marked as begun, so that it can be awaited."""
+        """Mark the coroutine as begun, and return it to be awaited."""
         coroutine, self._coroutine = self._coroutine, None
         self.__class__ = Begun  # type: ignore[assignment]
         return cast(Coroutine, coroutine)

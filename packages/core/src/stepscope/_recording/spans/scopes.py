@@ -91,7 +91,9 @@ class Scope:
             raise
 
     def hand_on(self) -> None:
-        """Leave the running task without ending: the end comes later, with the call's result, in any task."""
+        """Leave the scopes of the running task, but go on: the span ends later, with the call's result, in
+        any task.
+        """
         if _current() is self:
             _enter(self.parent)
 
@@ -244,13 +246,13 @@ class Place(Scope):
         return Place(link=self.link, context=self.context, trajectory=self.trajectory, turn=self.turn)
 
     def equals(self, other: Place) -> bool:
-        """Return whether both places are the same caller's."""
+        """Return True if both places came from carriers of the same caller."""
         own = (self.link, self.context, self.trajectory, self.turn)
         return own == (other.link, other.context, other.trajectory, other.turn)
 
 
 NOWHERE = Place()
-"""Caller of a span whose body attached carriers of several callers."""
+"""Stands for the caller of a span whose body attached carriers of several callers."""
 
 Inherited: TypeAlias = "tuple[str | None, int | None, int | None, str | None, int | None]"
 """Role, step, policy version, trajectory and turn of a scope, those of the scopes above it included.

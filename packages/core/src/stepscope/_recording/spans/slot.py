@@ -40,7 +40,7 @@ class SpanFactory(Protocol):
         ...
 
     def take(self, running: Iterable[Span]) -> None:
-        """Also record spans of another log, which run now."""
+        """Also record these spans of another log, which are running."""
         ...
 
 
@@ -85,7 +85,7 @@ class Visit(Protocol):
     """The work that code of this process does for a step that another process captures."""
 
     def left(self) -> None:
-        """Have the spans written, because code left an attached carrier of the step."""
+        """Write the spans soon. Called when code leaves an attached carrier of the step."""
         ...
 
 

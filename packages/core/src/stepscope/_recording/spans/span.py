@@ -46,7 +46,7 @@ class SpanSink(Protocol):
 
 
 threads: deque[int] = deque(maxlen=64)
-"""Native ids of the last threads that opened their first span here."""
+"""Native ids of the threads that opened their first span in this process last."""
 
 
 class _Thread(threading.local):
@@ -194,7 +194,9 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         return self.caller is not NOWHERE
 
     def _is_of_this_task(self) -> bool:
-        """Return whether the running task entered this span, rather than one that copied its context."""
+        """Return True if the running task entered this span, and not a task whose context the running one
+        copied.
+        """
         here = _current()
         try:
             _reset(cast("Token[Scope | None]", self.token))
