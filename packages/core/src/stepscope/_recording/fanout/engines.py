@@ -49,7 +49,7 @@ class EngineOutcomes:
         """Labels of engines that announced files which are not on this host and may still be fetched."""
 
     def look_again(self) -> None:
-        """Record the files that were not here at the stop and have been fetched since."""
+        """Record the files that were on another host when the engine stopped, and have been fetched since."""
         for item in self._manifest_part.record.expected:
             if item.name in self._elsewhere:
                 reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
@@ -127,7 +127,7 @@ class EngineOutcomes:
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
 _LONG_STOP_S = 108.0
-"""The longest stop that users have reported."""
+"""The longest stop of an engine's profiler that users have reported."""
 _GRACE_S = 1.0
 """Longest wait for a cancelled stop to end."""
 _late_stops: set[asyncio.Future[list[Artifact]]] = set()
@@ -322,7 +322,7 @@ async def _give_up_late_stops() -> None:
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
-    """Retrieve the error of a stop, because asyncio would otherwise log that it was never retrieved."""
+    """Read the error of a stop. asyncio logs errors of tasks that nothing reads."""
     if stopped.done() and not stopped.cancelled():
         stopped.exception()
 

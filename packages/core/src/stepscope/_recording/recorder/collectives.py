@@ -73,7 +73,8 @@ def collectives_here(spans: Sequence[Span]) -> Collectives | None:
 
 
 def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span]) -> Collectives:
-    """Return what the groups count themselves. They do not know how many of these calls have completed."""
+    """Return the numbers of calls that the process groups count themselves. A group does not know how many of
+    its calls have completed."""
     names: dict[Any, str] = dict(getattr(torch.distributed_c10d._world, "pg_names", {}))
     words = {
         str(name): _described(getattr(group, "group_desc", ""), str(name)) for group, name in names.items()
@@ -106,7 +107,7 @@ def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span
 
 
 def parsed(text: str | bytes) -> Dump:
-    """Return a dump from its JSON. torch writes some numbers as text."""
+    """Return a dump, read from JSON. torch writes some numbers as text."""
     return msgspec.json.decode(text, type=Dump, strict=False)
 
 

@@ -23,7 +23,7 @@ SAMPLE_S = 2.0
 """Time between two samples: a server spends 10 ms on one."""
 _ENGINE = "replica "
 _PROGRESS = (FINISHED, GENERATION_TOKENS, PROMPT_TOKENS)
-"""Totals that grow while an engine works."""
+"""Counters whose totals grow while an engine works."""
 
 
 class EngineQueues:
@@ -38,7 +38,7 @@ class EngineQueues:
         self._unasked: list[Callable[[], EngineProfilerBase | None]] = []
         """The part of `_keepers` whose engines have not been asked to keep their passes."""
         self._asking: threading.Thread | None = None
-        """The thread that asks them, or asked them last."""
+        """The thread that asks engines to keep their passes, or that asked last. None before the first."""
 
     def add(self, profiler: EngineProfiler) -> None:
         """Sample an engine from now on, in its own process if that is another one. Has no effect for a

@@ -33,11 +33,11 @@ more for ranks that stand still; `why` answers within 2 s."""
 _TRY_S = 0.4
 """Longest wait for a greeting. The ranks of a host may share the port, and one of them may stand still."""
 _PAIRS = frozenset({"Send", "Recv", "SendRecv", "PutSignal", "Signal", "WaitSignal"})
-"""Operations between two ranks, of which the ranks of a communicator launch different numbers."""
+"""Operations between two ranks. The ranks of one communicator launch different numbers of them."""
 _MOST = 64
 """Largest number of communicators, and of ranks of each, that are kept."""
 _NO_COMMA = re.compile(r'("nvml_dev": -?\d+)(?=\s*")')
-"""The place at which NCCL 2.28 leaves out a comma, in each missing rank."""
+"""The place, in the JSON of each missing rank, at which NCCL 2.28 leaves out a comma."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -153,7 +153,7 @@ def _ask(until: float) -> str:
 
 
 def _left(until: float) -> float:
-    """Return the seconds that are left.
+    """Return the seconds that are left until a deadline.
 
     Raises:
         TimeoutError: None is left.
@@ -172,7 +172,9 @@ def _request(connection: socket.socket, lines: Any, request: bytes, expected: by
 
 
 def _odd(communicator: _Communicator) -> Communicator | None:
-    """Return a communicator with those of its ranks that differ from the others, or None if none does."""
+    """Return a communicator that lists only the ranks that differ from the others, or None if no rank
+    does.
+    """
     counts = {rank.rank: rank.collectives() for rank in communicator.ranks}
     usual = _usual(counts)
     ranks = [_missing(rank) for rank in communicator.missing_ranks]
@@ -193,7 +195,9 @@ def _odd(communicator: _Communicator) -> Communicator | None:
 
 
 def _usual(counts: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
-    """Return the counts of most of the ranks that have launched the most collectives."""
+    """Return the counts of the ranks that have launched the most collectives, as most of these ranks have
+    them.
+    """
     most = max((sum(own.values()) for own in counts.values()), default=0)
     first = Counter(tuple(own.items()) for own in counts.values() if sum(own.values()) == most)
     return dict(first.most_common(1)[0][0]) if first else {}

@@ -162,7 +162,7 @@ class Recorder:
         self.clocks: list[ClockOffset] = []
         """Measured offsets of the wall clocks of workers on other hosts against this process' clock."""
         self.measure: Callable[[], Iterable[ClockOffset]] | None = None
-        """Measures `clocks` again for workers that answer at once."""
+        """Function that measures `clocks` again, for workers that answer at once. None before the first."""
         self.steps = Steps(config.recorder.keep_steps)
         self.tokens = StepTokens()
         self._fired: Counter[str] = Counter()

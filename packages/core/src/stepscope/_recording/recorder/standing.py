@@ -20,7 +20,8 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.reading import read_record
 
 LONGEST_S = 0.5
-"""Longest time between two looks for orders. Each look is one `stat`; `stepscope why` waits for it."""
+"""Longest time between two looks for orders. A look is one `stat`. `stepscope why` waits for the next look.
+"""
 
 
 class Watch:
@@ -56,7 +57,9 @@ class Watch:
                 failures.note("watching for orders of the flight recorder", error)
 
     def _old_orders(self) -> Iterator[str]:
-        """Yield the orders from before this process began. All others are new, whatever the clock does."""
+        """Yield the orders that are older than this process. All other orders are new, even if the clock
+        jumps.
+        """
         before_s = time.time() - 1
         for path in self._folder.glob("[!.]*.json"):
             with suppress(OSError):

@@ -67,8 +67,8 @@ def communicators_in_time() -> tuple[Communicator, ...]:
 
 
 MOST = 1000
-"""Largest number of innermost spans in a state, and of tasks in addition to the spans' own: people read
-it."""
+"""Largest number of innermost spans in a state, and of tasks beyond those of the spans, so that people can
+read the state."""
 ALIKE = 50
 """Largest number of calls at one place in a state, the oldest ones."""
 _BLOCKED_S = 0.1
@@ -164,7 +164,7 @@ class _Calls:
             yield work(item)
 
     def _pause(self) -> None:
-        """Sleep from time to time, so that other threads get half of the time."""
+        """Sleep after each stretch of work, so that other threads get half of the time."""
         if time.monotonic() > self._pause_at:
             time.sleep(_BITE_S)
             self._pause_at = time.monotonic() + _BITE_S
@@ -252,7 +252,7 @@ class _Calls:
 
 
 def _is_collective_of_a_call(span: Span) -> bool:
-    """Return whether a span is a collective below a call, whose stack says that it is in that collective."""
+    """Return True if a span is a collective below a call, because the stack of the call already shows it."""
     return span.attrs is not None and SEQUENCE in span.attrs and _parent_of(span) is not None
 
 

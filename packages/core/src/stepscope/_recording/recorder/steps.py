@@ -253,8 +253,8 @@ def _halve(path: Path) -> None:
 KEPT = 32
 """Number of steps that are kept before a captured one, and after it."""
 _WRITE_AT = (4, 16, KEPT)
-"""Numbers of steps after a capture at which the steps are written: few steps write, and a killed process
-loses few."""
+"""Numbers of steps after a capture at which uncaptured steps are written, so that few steps write and a
+killed process loses few."""
 
 _loops: dict[tuple[str, str], _Loop] = {}
 """{(folder, role): loop}: a process may hold several loops."""

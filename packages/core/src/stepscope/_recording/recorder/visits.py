@@ -142,13 +142,15 @@ def _span_of(scope: Scope | None) -> Span | None:
 
 
 def _earlier(anchor: ClockAnchor, mono_ns: int) -> ClockAnchor:
-    """Return the anchor as it would have been at an earlier time."""
+    """Return the anchor as a reading at `mono_ns`, which is earlier, would have been."""
     wall_ns = anchor.wall_ns - anchor.mono_ns + mono_ns
     return msgspec.structs.replace(anchor, wall_ns=wall_ns, mono_ns=mono_ns, raw_ns=None)
 
 
 def _write_at_the_end_of_a_child(recorder: Recorder) -> None:
-    """Have everything written before a child of `multiprocessing` ends: it calls no `atexit` function."""
+    """Wait for all writes when a child of `multiprocessing` ends, because such a child calls no `atexit`
+    function.
+    """
     if identity.is_child():
         sys.modules["multiprocessing.util"].Finalize(None, recorder.drain, (_EXIT_S,), exitpriority=1)
 

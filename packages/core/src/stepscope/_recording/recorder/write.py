@@ -139,7 +139,7 @@ class Ring(SpanMaker):
         return [span for span in self.copy().spans if span.end_ns is None]
 
     def drop_before(self, start_ns: int) -> None:
-        """Drop the spans that ended before `start_ns`. Of those that began after it, none is dropped."""
+        """Drop the spans that ended before `start_ns`. Spans that began later, or still run, stay."""
         self._long = [span for span in self._long if not _ended_before(span, start_ns)]
         self._dropped_ns = max(self._dropped_ns, start_ns)
         try:
@@ -417,7 +417,9 @@ class StepWriter:
             manifest_part.expect(outcome)
 
     def _counters(self, sampler: Sampler, window: Window) -> bytes:
-        """Return the content of the counter file. Samples around the step tell how its time was covered."""
+        """Return the content of the counter file. It also has the last sample before the step and the first
+        one after it.
+        """
         ticks = sampler.around(window.opened.mono_ns, window.closed.mono_ns)
         head = counters.Header(
             step=window.step,
