@@ -184,13 +184,14 @@ class ManifestPart:
         return [part for part in last if part is not own]
 
     def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
-        """Write the part and the manifest at the end of a capture. The other parts are read once, after this
-        one is written: of two ranks that close at once, one reads the other's.
+        """Write this process' part and the manifest at the end of a capture.
 
-        A disk that refuses is noted.
+        This part is written before the other parts are read, so that of two ranks that close at once at least
+        one sees the other's part. A disk error is recorded and not raised.
 
         Args:
-            enter: Adds to this part what follows from the parts of all processes.
+            enter: Called with the parts of all processes, this one first; adds to this part what only all of
+                them together show.
         """
         with self._folding:
             self.write()

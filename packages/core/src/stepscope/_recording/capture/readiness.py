@@ -44,12 +44,12 @@ async def make_ready(
 
     Args:
         edited: True if the program calls `prepare` itself, so that its roles are declared and no worker is
-            busy yet. An unedited program declares roles as it imports modules. It is held for at most
-            `PATIENCE_S`, and a worker or an engine without an answer by then is no problem.
+            busy yet. An unedited program declares roles as it imports modules. It waits at most
+            `PATIENCE_S`; a missing answer by then is not an error.
         alone: The outcome of preparing this process, or None if it is not prepared yet.
 
     Raises:
-        ConfigError: as a capture on opening.
+        ConfigError: for the same reasons as when a capture opens.
         EngineError: as a capture on opening.
         CaptureError: a process or an engine cannot record. The message lists all problems.
     """

@@ -365,7 +365,7 @@ class HostClaim:
 
 
 _STORE = "object_store_memory"
-"""Ray's name of the resource. Its available amount follows the bytes that objects occupy within about a
+"""Ray's name of the resource "memory of the object store". Ray updates the available amount about once a
 second."""
 
 

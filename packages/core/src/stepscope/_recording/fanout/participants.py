@@ -183,7 +183,9 @@ class Participants:
             return None
 
     def join(self, session: Session) -> None:
-        """Connect workers and engines to the owner's session. Record those that are left out."""
+        """Connect workers and engines to the owner's session. Record arguments that could not be used as
+        failed, with the reason.
+        """
         for argument, reason in self._wrong.items():
             session.manifest_part.fail(
                 argument, reason, kind="engine" if argument == "engines" else "selection"

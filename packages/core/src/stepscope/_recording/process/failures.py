@@ -102,8 +102,8 @@ def describe(error: BaseException) -> str:
     """Return `ExceptionType: message`, or the type alone if the message is empty or its `__str__` fails.
 
     The text is the first line of the message and has at most 200 characters. An error of stepscope's own,
-    which ends with the fix, may have more lines, and 2000 characters. Of an error that only carries the
-    user's one, from a task of Ray, a worker of torch or a group of tasks, the text is of the user's error.
+    which ends with the fix, may have more lines, and 2000 characters. If a Ray task, a
+    torch worker or a group of tasks only carries the user's error, the text describes the user's error.
     """
     try:
         inner = _inner(error)

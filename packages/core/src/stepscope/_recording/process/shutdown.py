@@ -95,9 +95,9 @@ def close_everything(ending: Ending, deadline_s: float) -> None:
 
 
 _came = 0
-"""Number of signals received. One writer: the handler."""
+"""Number of SIGUSR1 signals received. One writer: the handler."""
 _answered = 0
-"""Number of these signals that a captured step has answered. One writer: `take`."""
+"""Number of received SIGUSR1 signals that a captured step has answered. One writer: `take`."""
 
 
 def handle(config: ProfileConfig) -> None:

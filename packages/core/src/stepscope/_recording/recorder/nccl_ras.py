@@ -1,8 +1,8 @@
 """NCCL's RAS: in every process that uses NCCL, a thread that knows what all ranks of the job have launched.
 
-Any of these threads answers for all. It listens on a port of its host, and speaks lines of text: a request,
-`OK` or an error, and to `STATUS` one document, after which it closes the connection. NCCL 2.28.7 and later
-can make that document JSON, as RCCL's does. Older ones refuse the format, and are not asked further.
+Each thread can answer for the whole job. It listens on a port of its host and reads requests as lines of
+text. It answers `OK` or an error; to `STATUS` it sends one document and closes the connection. NCCL from
+2.28.7 on and RCCL can send JSON. An older NCCL refuses `SET FORMAT JSON`, and the query ends there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps of the loop in this process: their bounds, their tokens, and whether one took unusually long.
 
-Each has a line in `steps_<run>.jsonl`, a file of bounded size. Durations of uncaptured steps near a captured
-one are also lines of a file of their own, which the exporter's thread writes.
+Each step gets a line in `steps_<run>.jsonl`, a file of bounded size. The uncaptured steps shortly before and
+after a captured one are also written to a separate file, by the exporter's thread.
 """
 
 from __future__ import annotations

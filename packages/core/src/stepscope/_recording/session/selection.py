@@ -34,7 +34,7 @@ class Decision(NamedTuple):
     record: bool
     """True if the profiler (`tool`) records this process."""
     reason: str
-    """The reason, as a sentence for the manifest."""
+    """Why the profiler does or does not record this process, in words for the manifest."""
 
 
 def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: int | None = None) -> Decision:

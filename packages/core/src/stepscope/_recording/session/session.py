@@ -283,8 +283,8 @@ class Session:
             self.manifest_part.write()
 
     def open(self) -> None:
-        """Open all files at once. For a process that starts no workers or engines between the parts of
-        opening.
+        """Open the session's files in one call. For a worker's session; the owner calls `open_files` and
+        `open_logs` separately.
         """
 
         async def opened() -> None:

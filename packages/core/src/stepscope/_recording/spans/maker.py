@@ -74,7 +74,8 @@ class SpanMaker:
         """The roles of all spans written so far. Only `lines.record_of` adds to them."""
         self.opened = opened
         self.taken: dict[Span, int] = {}
-        """Number in this log's file of each span of the flight recorder that ran when the capture opened."""
+        """{span: its number in this log's file}, for the spans that another log began and that were running
+        when they were handed over."""
         self.observer: SpanObserver | None = None
         """The profiler's windows, if a profiler records this process, so that its trace shows the spans too.
         The sampler of counters takes this place for a few spans at a time."""

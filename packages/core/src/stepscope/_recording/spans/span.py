@@ -42,7 +42,8 @@ class SpanSink(Protocol):
     opened: Callable[[Span], None]
     """Called by a span when it opens."""
     taken: dict[Span, int]
-    """{span: number in this log's file} of the spans of another log that ran when this log began."""
+    """{span: its number in this log's file}, for the spans that another log began and that were running when
+    they were handed over."""
 
 
 threads: deque[int] = deque(maxlen=64)
