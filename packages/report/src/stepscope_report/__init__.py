@@ -171,7 +171,7 @@ def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = value  # the next look finds it without coming here
+    globals()[name] = value  # a module attribute, so later accesses skip this function
     return value
 
 

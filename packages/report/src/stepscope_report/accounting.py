@@ -61,16 +61,16 @@ def divide(
     """Divide the time from `start_ns` to `end_ns` among the labels.
 
     At each instant the leaves count: running intervals with nothing running below them. Of these, the leaves
-    of the lowest tier are billed: the instant is split equally among their labels. The few ns that such a
-    division leaves over go to the first labels by name.
+    of the lowest tier are billed: the instant is split equally among their labels. The remainder of that
+    division, a few ns, goes to the first labels by name.
 
     Args:
-        intervals: Open ones end at a time that the caller chose.
+        intervals: The caller has given an end to each interval that is still open.
         start_ns: Inclusive.
         end_ns: Exclusive.
-        labels: By bit. Several bits may have one label.
-        tiers: By bit.
-        held: In order, and disjoint. Within one, its kinds are billed under its label.
+        labels: The label of each bit. Several bits may have one label.
+        tiers: The tier of each bit.
+        held: Disjoint stretches, in order. Within each stretch, its kinds are billed under its label.
     """
     shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
     billed: Counter[tuple[Label, ...]] = Counter()
@@ -108,9 +108,7 @@ def bits_of(mask: Mask) -> list[int]:
 def sweep(
     intervals: Sequence[Interval], start_ns: int, end_ns: int, held: Sequence[Held] = ()
 ) -> Mapping[tuple[Mask, tuple[Mask, Label] | None], int]:
-    """Return the time in ns by (kinds with a running leaf, stretch that held kinds then, or None). O(n log
-    n).
-    """
+    """Return the time in ns by (kinds with a running leaf, (held kinds, their label) or None). O(n log n)."""
     total = Counter[tuple[Mask, tuple[Mask, Label] | None]]()
     at = 0
     for from_ns, until_ns, mask in walk(intervals, start_ns, end_ns):
@@ -151,21 +149,21 @@ def walk(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Iterator[
 
 
 class _Leaves:
-    """The kinds that have a leaf now. An interval is alive while it, or anything below it, runs."""
+    """The kinds that have a running leaf. An interval is alive while it or any interval below it runs."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         self.mask: Mask = 0
         self._intervals = intervals
         self._runs = bytearray(len(intervals))
         self._alive = [0] * len(intervals)
-        """1 for itself while it runs, and 1 for each interval directly below it that is alive."""
+        """For each interval: 1 while it runs, plus 1 for each interval directly below it that is alive."""
         self._count: Counter[int] = Counter()
 
     def open(self, index: int) -> None:
         self._runs[index] = 1
         self._alive[index] += 1
         if self._alive[index] > 1:
-            return  # something below it came first
+            return  # an interval below it is alive already
         self._gain(index)
         above = self._intervals[index].above
         while above is not None:
@@ -180,7 +178,7 @@ class _Leaves:
         self._runs[index] = 0
         self._alive[index] -= 1
         if self._alive[index]:
-            return  # something below it goes on
+            return  # an interval below it is still alive
         self._lose(index)
         above = self._intervals[index].above
         while above is not None:

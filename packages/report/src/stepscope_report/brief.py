@@ -68,7 +68,7 @@ class Part(msgspec.Struct, frozen=True):
     lines: tuple[str, ...]
 
     def on_one_line(self) -> Part:
-        """Return it with each text on one line, and long ones cut."""
+        """Return the part with each text on one line, and long texts cut."""
         lines = (plain(line) for line in self.lines)
         cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
         return Part(plain(self.title)[:_WIDTH], tuple(cut))
@@ -84,7 +84,7 @@ def step_brief(
 
     Args:
         folder: The step's folder, or None to name no command.
-        others: Further steps of the run, that are only counted.
+        others: Further steps of the run. The brief states only their number and the range of their durations.
         left_out: {id of another run in the folder: its steps that are left out}.
     """
     took = duration(report.breakdown.window_ns) if report.cause is None else report.cause.sentence
@@ -151,7 +151,7 @@ def brief_html(parts: Sequence[Part]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Escape what would be markup: an underscore inside a word is none."""
+    """Escape Markdown's special characters. An underscore inside a word stays, because it is not one."""
     return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 

@@ -30,11 +30,11 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     """One block. Times are ns after the capture opened."""
 
     label: Label
-    """The stage with most of the time, if there are several."""
+    """The stage of the mark; if it covers several stages, the one with the most time."""
     start_ns: int
     end_ns: int
     spans: int = 1
-    """Number of calls that the mark stands for (in `_runs`, of stretches)."""
+    """Number of calls that the mark stands for. A mark of `_runs` counts stretches of time instead."""
     at_once: int = 1
     """Largest number of these calls that ran at once."""
     open: bool = False
@@ -89,8 +89,8 @@ def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
 def _runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> list[Mark]:
     """Return the stage that ran at each instant from `start_ns` to `end_ns` (unix ns), as marks.
 
-    Of the running leaves, work comes before waiting, then the first stage by name. If nothing ran, there is a
-    gap.
+    If several leaves run, work comes before waiting, and then the first stage by name. A time in which
+    nothing ran has no mark.
     """
     zero_ns = timeline.window.start_ns
     work = work_of(timeline, indices)
@@ -110,7 +110,7 @@ def _runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int
 
 
 def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
-    """Unite neighbours shorter than `shortest_ns` to one mark, of the stage with most of their time.
+    """Unite neighbouring marks shorter than `shortest_ns` into one, of the stage with most of their time.
 
     At most two marks remain in any stretch of `shortest_ns`.
     """
@@ -147,7 +147,7 @@ def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
         max(at_once, *(mark.at_once for mark in marks)),
         any(mark.open for mark in marks),
         sum(mark.failed for mark in marks),
-        # Either they overlap or touch, and there is no gap; or they are apart, and their times add up.
+        # Marks that overlap or touch have no gap between them; the times of marks that are apart add up.
         max(0, end_ns - start_ns - sum(_wall_ns(mark) - mark.gaps_ns for mark in marks)),
     )
 
@@ -161,7 +161,8 @@ def _fit(
 ) -> tuple[_Drawn, int]:
     """Return a chart with as many marks as fit, and the ns below which neighbours are drawn as one.
 
-    A mark may be as short as half a pixel of a laptop's screen, up to a tenth of it.
+    The limit begins at 1/2048 of the window, half a pixel of a laptop's screen, and doubles up to an eighth
+    of the window until the marks fit.
     """
     shortest_ns = 0
     for parts in (2048 >> halvings for halvings in range(9)):
@@ -196,11 +197,11 @@ def pick_of_each(
 MARKS = 12_000
 """Largest number of marks. A page with three times as many takes seconds to open."""
 FULL_ROWS = 32
-"""Up to this many processes of a role get a row with a lane for each stage; in a larger role each is a thin
-strip."""
+"""A role with at most this many processes has a row for each of them, with a lane for each stage. In a larger
+role, each process is a thin strip."""
 _STRIPS = 512
-"""Largest number of strips of a role. Of more processes every k-th is drawn, plus the slowest ones of each
-stage."""
+"""Largest number of strips of a role. In a role with more processes, every k-th is drawn, plus the slowest
+ones of each stage."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +268,7 @@ def _thin_row(row: Row, strip: bool, shortest_ns: int) -> Row:
 
 
 def _join_by_stage(lane: Iterable[Mark], gap_ns: int) -> list[Mark]:
-    """Join the marks of each stage by itself: stages that share a lane never overlap."""
+    """Join near marks of each stage separately. Stages that share a lane never overlap."""
     stages = grouped(lane, lambda mark: mark.label).values()
     joined = chain.from_iterable(join_near(marks, gap_ns) for marks in stages)
     return sorted(joined, key=lambda mark: mark.start_ns)
@@ -358,7 +359,7 @@ def _collide(one: Sequence[Mark], other: Sequence[Mark]) -> bool:
 
 _LANE_MARKS = 8_000
 _LANES = 256
-"""Largest number of lanes drawn. Of more lanes every k-th is drawn, plus those of the slowest
+"""Largest number of lanes drawn. If there are more, every k-th is drawn, plus those of the slowest
 trajectories."""
 _SAMPLES = 240
 """Points of the curve of trajectories in flight."""
@@ -373,7 +374,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     open: bool
     """True if no end of the trajectory was recorded."""
     marks: tuple[Mark, ...]
-    """Work and waits of the trajectory, one stage at a time: the most specific one."""
+    """Stages of the trajectory over time, both work and waits: at each instant the most specific stage."""
 
 
 class Lanes(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,16 +384,16 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[tuple[Flight, ...], ...]
     """The drawn lanes; fewer than `needed` if some are left out."""
     in_flight: tuple[float, ...]
-    """Number of requests that ran, on average, in each of `_SAMPLES` equal parts of the window."""
+    """Number of trajectories that ran, on average, in each of `_SAMPLES` equal parts of the window."""
     marks: int
     shortest_ns: int
-    """Neighbours shorter than this are drawn as one."""
+    """Neighbouring marks shorter than this are drawn as one mark."""
 
 
 def pack_trajectories(
     timeline: Timeline, slowest: Iterable[str] = (), budget: int = _LANE_MARKS
 ) -> Lanes | None:
-    """Return the lanes of one step, always with those of the `slowest`. None if the step has no
+    """Return the lanes of one step, including those of the `slowest` trajectories. None if the step has no
     trajectories.
     """
     members = grouped(_members(timeline), lambda index: timeline.spans[index].trajectory or "")
@@ -424,7 +425,7 @@ def pack_trajectories(
 def pack(intervals: Sequence[tuple[int, int]]) -> list[int]:
     """Return the lane of each (start, end), sorted by start: the lowest one that is free then.
 
-    No lane is wasted.
+    No other choice needs fewer lanes.
     """
     slots: list[int] = []
     free: list[int] = []
@@ -464,7 +465,7 @@ def _flight(timeline: Timeline, name: str, indices: list[int]) -> Flight:
 def _marked(timeline: Timeline, flight: Flight, indices: Sequence[int]) -> Flight:
     zero_ns = timeline.window.start_ns
     marks = _runs(timeline, indices, flight.start_ns + zero_ns, flight.end_ns + zero_ns)
-    if flight.open and marks and marks[-1].end_ns == flight.end_ns:  # it hides the end of the frame
+    if flight.open and marks and marks[-1].end_ns == flight.end_ns:  # the mark hides that the end is missing
         marks[-1] = msgspec.structs.replace(marks[-1], open=True)
     return msgspec.structs.replace(flight, marks=tuple(marks))
 
@@ -497,7 +498,9 @@ def _in_flight(window_ns: int, flights: Sequence[tuple[int, int]]) -> list[float
 
 
 def _add(change: list[float], at: float, by: int) -> None:
-    """Change the curve by `by` from the position `at` on; the part that holds `at` gets only its share."""
+    """Change the curve by `by` from the position `at` on. The part of the curve that contains `at` changes
+    only by its share.
+    """
     at = min(max(at, 0.0), float(_SAMPLES))
     place = int(at)
     change[place] += by * (1 - (at - place))

@@ -15,9 +15,9 @@ from stepscope_report.sections.breakdown import LineKind
 from stepscope_report.timeline import TraceActivity
 
 KERNELS = 10
-"""Operators and kernels that are listed."""
+"""Number of operators and kernels that are listed."""
 SHAPES = 3
-"""Shapes of an operator that are listed."""
+"""Number of shapes that are listed for an operator."""
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +58,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     a: Figures
     b: Figures
     delta_ns: int
-    """The change of the share of the step, b - a. Over all lines these add up to the change of the step."""
+    """Change of the line's share of the step, b - a. The changes of all lines add up to that of the step."""
     apart: bool
-    """True if both sides have several steps and their ranges do not meet: the change exceeds how steps differ
-    anyway."""
+    """True if both sides have several steps and their ranges do not overlap: the change exceeds the
+    differences between the steps of one side."""
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     a: Side
     b: Side
     delta_ns: int
-    """The change of the step alone. `a` and `b` say what opening and closing the capture took."""
+    """Change of the step's time, b - a. The times for opening and closing the capture are in `a` and `b`."""
     changes: tuple[Change, ...]
     """All lines, the largest change first, whatever its sign."""
     kernels: KernelDiff | None = None
@@ -125,7 +125,7 @@ _Key = tuple[LineKind, str | None, str | None]
 
 
 def diff(a: Sequence[StepReport], b: Sequence[StepReport], *, kernels: KernelDiff | None = None) -> Diff:
-    """Compare the reports of one step, or of several per side by the mean of its steps.
+    """Compare the reports of two sides. A side of several steps is compared by their mean.
 
     Args:
         kernels: The comparison of the same steps' traces, from `kernel_diff`.

@@ -16,11 +16,11 @@ STALLED: Label = ("profiler", "engine trace")
 NOT_KNOWN: Label = ("", "not known")
 """Label of time for which nothing says what the step waited for."""
 WINDOWS: Label = ("profiler", "windows of stages")
-"""Profilers that were started and stopped around stages (discrete mode)."""
+"""Label of the time in which profilers were started and stopped around stages (discrete mode)."""
 _Kind = TypeVar("_Kind", bound=Hashable)
 _ANY = ReplicaKey(-1)
 _WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
-"""Tiers of leaves: an instant is billed to the lowest."""
+"""Tiers of leaves: an instant is billed to the leaves of the lowest tier."""
 
 
 class Work(NamedTuple):
@@ -30,7 +30,8 @@ class Work(NamedTuple):
     labels: list[Label]
     tiers: list[int]
     engines: list[ReplicaKey | None]
-    """The replica that does the work; `_ANY` if an unknown engine does it; None if no engine does it."""
+    """For each kind, the replica that does the work; `_ANY` if an unknown engine does it, None if no engine
+    does."""
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
@@ -93,7 +94,7 @@ def divide_spans(
 
 
 def divide_work(timeline: Timeline, work: Work, start_ns: int, end_ns: int) -> Shares:
-    """Divide a stretch of time among work."""
+    """Divide a stretch of time among the intervals of `work`."""
     return _divided(start_ns, end_ns, work, _held(timeline, work.engines))
 
 
@@ -102,8 +103,8 @@ def _divided(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Sh
 
 
 def stalled_most_ns(timeline: Timeline, work: Work) -> int:
-    """Return the time that is billed to stalls if a stall of any engine holds up work of an unnamed
-    engine.
+    """Return the longest time in ns that stalls can explain: a stall of any engine then holds up the work of
+    unnamed engines.
     """
     held = _held(timeline, work.engines, by_any=True)
     return _divided(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
@@ -131,7 +132,9 @@ def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: b
 
 
 def _mask(engines: Sequence[ReplicaKey | None], stalled: Set[ReplicaKey], *, whole: bool) -> Mask:
-    """Return the kinds of work that stalls hold up. `whole`: work of an unnamed engine too."""
+    """Return the kinds of work that stalls hold up. With `whole`, this includes the work of unnamed
+    engines.
+    """
     if not stalled:
         return 0
     return sum(
@@ -156,13 +159,13 @@ def _tier(timeline: Timeline, span: Span) -> int:
     if span.waits:
         return WAITING
     owner = timeline.processes[span.process].owner
-    if timeline.leaves(span):  # nothing of this step waits for it
+    if timeline.leaves(span):  # nothing in this step waits for the span
         return _LATER_OWNER if owner else _LATER_WORKER
     return _OWNER if owner else _WORKER
 
 
 def beside_step(timeline: Timeline) -> tuple[int, int]:
-    """Return the time for opening and for closing the capture.
+    """Return the time in ns for opening and for closing the capture.
 
     If each rank opens its own capture, all of them wait for the slowest rank, whose times count.
     """

@@ -123,7 +123,7 @@ def numbers(steps: Iterable[int]) -> str:
 
 
 def both(a: str, b: str) -> str:
-    """Return `a` if it is the same on both sides, else `a → b`."""
+    """Return `a` if both texts are equal, else `a → b`."""
     return a if a == b else f"{a} → {b}"
 
 

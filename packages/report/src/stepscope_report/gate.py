@@ -62,7 +62,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """True if zero lies outside of the interval, or None without an interval."""
     failed: bool
     undecided: bool = False
-    """True if the interval holds both zero and a change beyond the limit, so that these steps cannot tell."""
+    """True if the interval holds both zero and a change beyond the limit, so that these steps do not show
+    whether the limit is kept."""
     needed_steps: int | None = None
     """Steps per side from which the interval is about as narrow as the limit; None unless undecided."""
 
@@ -71,7 +72,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[Check, ...]
     failed: bool
     undecided: bool = False
-    """True if nothing failed, and the steps cannot tell for at least one limit."""
+    """True if no check failed and at least one is undecided."""
 
 
 def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 0) -> Gate:
@@ -211,21 +212,21 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool
     """True if a whole run was given: its other steps are compared as well if there are enough."""
     captured: Sequence[Durations] = ()
-    """Each stage's share of the step. Opening and closing the capture is in none of them."""
+    """Each stage's share of the step. The times for opening and closing the capture are not included."""
     recorded: Sequence[Durations] = ()
     """The durations in the recorder's lines: their stages are the top spans of the process that bounds
     steps."""
     timed: Sequence[Durations] = ()
-    """Uncaptured steps of which only the whole is known. Those that are not of the usual
-    kind have a stage that is named for their kind."""
+    """Uncaptured steps for which only the whole duration is known. A step of an unusual kind also has a stage
+    that is named for the kind."""
 
     def stages(self) -> set[str]:
         """Return the names of the stages of all steps."""
         return {name for step in (*self.captured, *self.recorded) for name in step} - {STEP}
 
     def unprofiled(self, name: str) -> list[float]:
-        """Return one stage's times in the steps without a capture. Empty if these do not tell the stage's
-        time.
+        """Return one stage's times in the steps without a capture. Empty if none of these steps states the
+        stage's time.
         """
         steps = max(self.recorded, self.timed, key=len) if name == STEP else self.recorded
         return [step.get(name, 0) for step in steps] if any(name in step for step in steps) else []
@@ -287,8 +288,8 @@ def read_gate_steps(
         folder: The run's folder.
         run: The id of the run whose steps count.
         reports: The reports of the captured steps.
-        wanted: Whether a step that was not captured counts, by its number.
-        whole: Whether the side is a run.
+        wanted: Returns whether the uncaptured step with this number counts.
+        whole: True if the side is a whole run.
     """
     layout = RunLayout(folder)
     return GateSteps(
@@ -309,7 +310,7 @@ def _of_report(report: StepReport) -> Durations:
 
 
 def _recorded(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> Iterator[Durations]:
-    lines = read_step_lines(layout.step_lines(run))[1:]  # the first one warms up
+    lines = read_step_lines(layout.step_lines(run))[1:]  # the first step of a run warms up
     for line in lines:
         if wanted(line.step) and not line.captured and line.error is None and line.dur_ns > 0:
             yield {**line.stages, STEP: line.dur_ns / 1e9}
@@ -332,10 +333,9 @@ def _timed(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> list[D
 # Confidence intervals.
 
 ENOUGH = 5
-"""Least number of steps per side for an interval from these steps."""
+"""Least number of compared steps per side for an interval from these steps alone."""
 NOISE = 20
-"""Least number of other steps per side; with fewer, and fewer than `ENOUGH` compared steps, there is no
-interval."""
+"""Least number of other steps per side for an interval if there are fewer than `ENOUGH` compared steps."""
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
 """The confidence of all changes of one comparison together (Bonferroni)."""
@@ -398,8 +398,8 @@ def _studentised(a: Sequence[float], b: Sequence[float], tail: float, draw: rand
 
 
 def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interval:
-    """Return the interval of the relative change, as wide as chance alone makes two draws of other steps, as
-    many per side, differ.
+    """Return the interval of the relative change. Its width is the difference between means of randomly drawn
+    other steps, as many per side as there are compared steps.
     """
     ratio = math.log(_mean(b.values) / _mean(a.values))
     differences = sorted(_noise_of(b, draw) - _noise_of(a, draw) for _ in range(_RESAMPLES))
@@ -412,7 +412,8 @@ def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interva
 def _noise_of(sample: Sample, draw: random.Random) -> float:
     """Return the relative distance between the mean of randomly drawn steps and the mean of all steps.
 
-    A step that is not in `noise` lies a little further from that mean, hence the square root.
+    The square root accounts for the compared steps: they are not in `noise`, so they lie a little further
+    from its mean.
     """
     steps = draw.choices(sample.noise, k=len(sample.values))
     return (_mean(steps) / _mean(sample.noise) - 1) * math.sqrt(1 + 1 / len(sample.noise))
@@ -431,7 +432,9 @@ def _squared_error(values: Sequence[float]) -> float:
 
 
 def _widening(values: Sequence[float]) -> float:
-    """Return the factor of the variance of the mean of steps that resemble their neighbours."""
+    """Return the factor by which resemblance between neighbouring steps increases the variance of
+    their mean.
+    """
     mean = _mean(values)
     apart = [value - mean for value in values]
     whole = sum(map(mul, apart, apart))

@@ -54,7 +54,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grouping(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of one step, by one attribute; the longest total first. All beyond 50 are one group."""
+    """The calls of one step, grouped by one attribute, the longest total first. Groups beyond the 50th are
+    united.
+    """
 
     attribute: str
     window_ns: int
@@ -80,7 +82,7 @@ def group_spans(timeline: Timeline, attribute: str) -> Grouping:
 
 
 def attributes_of(timeline: Timeline) -> list[str]:
-    """Return the attributes that spans of the step state, those of the most spans first."""
+    """Return the attributes that spans of the step state, the most frequent attribute first."""
     counts = Counter(name for span in timeline.spans for name in span.attrs or ())
     return sorted(counts, key=lambda name: (-counts[name], name))
 
@@ -157,7 +159,7 @@ def group_table(grouping: Grouping, title: str = "") -> TextTable:
             f"{group.calls:,}",
             *(str(getattr(group, name) or "") for name in extra),
             *_times(group),
-            percent_of(group.active_ns, grouping.window_ns),  # parts that overlap do not make up the step
+            percent_of(group.active_ns, grouping.window_ns),  # groups overlap: not 100 % in sum
         )
         for group in grouping.groups
     )

@@ -1,4 +1,4 @@
-"""Times in which something else than its own work held a process, by its counters."""
+"""Times in which something other than its own work held up a process, as the counters show."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stepscope_report.timeline.model import GENERATES
 class _Hold(NamedTuple):
     kind: CauseKind
     says: str
-    """Words about a process, before the time that it was held for."""
+    """Words about a process, to be followed by the time for which it was held up."""
 
 
 _HOLDS: Mapping[str, _Hold] = {
@@ -38,13 +38,16 @@ _HOLDS: Mapping[str, _Hold] = {
     MEMORY_PRESSURE: _Hold("slow-host", "all of its host stood still for want of memory for"),
     CORE_WAIT: _Hold("slow-host", "it had work and no free core for"),
 }
-"""Counters in percent of the time in which something else than its work held a process."""
+"""{counter: how it is reported}. Each counter states the percentage of time in which something other than its
+own work held up a process."""
 _WORKS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-stage", "slow-tool", "weight-sync"})
-"""Kinds whose calls may have been held. Others say already why a call was long."""
+"""Kinds of suspects whose calls may have been held up. All other kinds already say why a call was long."""
 
 
 def preempted_requests(timeline: Timeline) -> Counter[int]:
-    """Return {process: requests of its engine that were preempted, by their spans or else by its counter}."""
+    """Return {process: number of requests that its engine preempted}, from spans if any state it, else from
+    counters.
+    """
     stated, counted = Counter[int](), Counter[int]()
     for span in timeline.spans:
         number = whole(span, "preemptions")
@@ -57,7 +60,9 @@ def preempted_requests(timeline: Timeline) -> Counter[int]:
 
 
 def _described(counter: model.Counter, timeline: Timeline) -> Iterable[int]:
-    """Return the processes that a counter describes: its own, or all of its host."""
+    """Return the processes that a counter describes: the one that sampled it, or all processes of
+    its host.
+    """
     if counter.scope != "host":
         return (counter.process,)
     host = timeline.processes[counter.process].info.host
@@ -65,10 +70,10 @@ def _described(counter: model.Counter, timeline: Timeline) -> Iterable[int]:
 
 
 class Holds:
-    """The counters of a step, and the requests of its engines, that tell what held its processes.
+    """Reasons why processes of a step were held up, from its counters and the requests of its engines.
 
     Args:
-        usual: Preempted requests in a neighbouring step.
+        usual: Number of preempted requests in a neighbouring step.
         busy_hosts: Hosts whose cores were all busy.
     """
 
@@ -88,9 +93,10 @@ class Holds:
         self._throttled = _throttled(timeline)
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
-        """Return how long a counter held a process in these stretches.
+        """Return for how many ns of these stretches a process was held up by what a counter measures.
 
-        A disk sleep was seen at the moment of its sample: it held the stretch in which that lies.
+        A disk sleep is known only for the moment of its sample, so it counts only for a stretch that contains
+        this moment.
         """
         pieces = self._pieces.get((process, name), ())
         held = 0.0
@@ -102,18 +108,20 @@ class Holds:
         return round(held / 100)
 
     def core_ns(self, process: int, pairs: Iterable[Pair], thread: int | None = None) -> int:
-        """Return how long a thread, or the main one, lacked a core in these stretches, by its samples."""
+        """Return for how many ns of these stretches a thread, by default the main one, lacked a core, by its
+        samples.
+        """
         pieces = self._core_waits.get((process, thread or self._pid(process)), ())
         return round(sum(piece.value / 100 * _inside_ns(pairs, piece) for piece in pieces))
 
     def at_most_ns(
         self, process: int, pairs: Iterable[Pair], thread: int | None = None, *, sampled: bool = True
     ) -> int:
-        """Return the longest time for which a thread, or the main one, may have lacked a core in these
-        stretches.
+        """Return the largest number of ns of these stretches in which a thread, by default the main one, may
+        have lacked a core.
 
-        A sample tells how long a thread lacked a core since the sample before, and not when. Without samples,
-        all of the time counts if all cores of the host were busy.
+        A sample states for how long a thread lacked a core since the previous sample, but not when. Time
+        without samples counts in full if all cores of the host were busy.
         """
         pairs = joined(pairs)
         pieces = self._core_waits.get((process, thread or self._pid(process)), ()) if sampled else ()
@@ -126,7 +134,9 @@ class Holds:
         return round(held)
 
     def _at_least_ns(self, nodes: Iterable[int]) -> int:
-        """Return the shortest time for which the threads of these calls lacked a core in them."""
+        """Return the shortest time in ns for which the threads of these calls must have lacked a core during
+        the calls.
+        """
         spans, of_thread = self._timeline.spans, defaultdict[tuple[int, int], list[Pair]](list)
         for node in nodes:
             extent = spans[node].start_ns, self._timeline.until_ns(spans[node])
@@ -140,12 +150,12 @@ class Holds:
         return round(least)
 
     def _works_longer(self, suspect: Suspect, most_ns: int) -> bool:
-        """Return whether half of a suspect's excess would be there too if it had the share of a core that its
-        peers had.
+        """Return whether a suspect with its peers' share of a core would still take a quarter longer than
+        usual, and keep half of its excess.
 
         Args:
-            most_ns: The longest time for which the suspect may have lacked a core. Its peers are taken to
-                have lacked one for as short as their samples allow.
+            most_ns: The longest time for which the suspect may have lacked a core. For its peers, the
+                shortest time that their samples allow is used.
         """
         took_ns, usual_ns = suspect.took_ns, suspect.usual_ns
         if not suspect.peers or took_ns is None or not usual_ns:
@@ -162,8 +172,8 @@ class Holds:
         return self._timeline.processes[process].info.pid
 
     def unless_held(self, suspect: Suspect) -> Suspect | None:
-        """Return the suspect; None if it is to be dropped, because its calls may have lacked a core for half
-        of its excess. If counters explain half of the excess, the suspect has what held its process for
+        """Return the suspect, or None to drop it because its calls may have lacked a core for half of its
+        excess. If counters explain half of the excess, the returned suspect says what held up its process for
         longest.
         """
         if self._preempted and suspect.label is not None and suspect.label[0] in GENERATES:
@@ -187,7 +197,7 @@ class Holds:
         held = {name: self.ns(process, name, [*every, *suspect.spells]) for name in _HOLDS}
         held[CORE_WAIT] = 0
         held[DISK_SLEEP] = self.ns(process, DISK_SLEEP, of_thread[pid])
-        meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send
+        meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send the data
         most_ns = sum(
             self.at_most_ns(process, pairs, thread, sampled=not meets)
             for thread, pairs in of_thread.items()
@@ -199,7 +209,7 @@ class Holds:
             held[CORE_WAIT] = sum(self.core_ns(process, pairs, at) for at, pairs in of_thread.items())
         if sum(held.values()) * 2 < suspect.longer_ns:
             return None if most_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
-        collects = held[GC] * 2 >= suspect.longer_ns  # while it collects, it may also lack a core
+        collects = held[GC] * 2 >= suspect.longer_ns  # a process may also lack a core while it collects
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
         kind = _HOLDS[name].kind
@@ -209,8 +219,8 @@ class Holds:
         return suspect._replace(kind=kind, process=named, because=said)
 
     def is_unsampled(self, suspect: Suspect) -> bool:
-        """Return whether no sample tells if a suspect's calls lacked a core, and all cores of their host were
-        busy.
+        """Return whether all cores of a host were busy and no sample shows if the suspect's calls there
+        lacked a core.
         """
         if suspect.kind not in _WORKS:
             return False
@@ -223,7 +233,7 @@ class Holds:
         )
 
     def _slowed(self, suspect: Suspect, process: int, calls: Sequence[Pair]) -> Suspect:
-        """Return the suspect with the time for which its GPU was slowed, if that is half of its excess."""
+        """Return the suspect. If its GPU was slowed for half of its excess, the suspect says so."""
         gpu, slow = self._throttled.get(process, ("", []))
         ns = common_ns(joined(calls), slow)
         if ns * 2 < suspect.longer_ns or not ns:
@@ -261,8 +271,8 @@ class Holds:
         )
 
     def _by_thread(self, path: StepPath) -> dict[tuple[int, int], list[Pair]]:
-        """Return the stretches of the critical path by process and thread. Those outside of calls, and those
-        of threads without samples, count for the main thread.
+        """Return the stretches of the critical path by process and thread. Stretches outside of calls, and
+        those of threads without samples, count for the main thread.
         """
         found: dict[tuple[int, int], list[Pair]] = defaultdict(list)
         for piece in path.pieces:
@@ -294,7 +304,7 @@ def _core_waits(timeline: Timeline) -> Iterator[tuple[tuple[int, int], list[Piec
 
 
 def _throttled(timeline: Timeline) -> dict[int, tuple[str, list[Pair]]]:
-    """Return {process: its GPU, and the stretches in which heat or power slowed that}."""
+    """Return {process: (name of its GPU, stretches in which heat or power limits slowed that GPU)}."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     gpus = {part.process.key: f"GPU {part.hardware.gpu}" for part in parts if part.hardware.gpu is not None}
     slowed = {

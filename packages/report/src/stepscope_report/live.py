@@ -1,4 +1,4 @@
-"""A run at this moment: past steps, the running one, the calls that go on in it, its devices and engines."""
+"""A run at this moment: its past steps, the running step with its open calls, and its devices and engines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StageNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of one role that go on."""
+    """The open calls of one role."""
 
     role: str
     processes: int
@@ -75,7 +75,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     between_ns: int | None
     """Median time between two of these steps; None if no two follow each other."""
     median_ns: int | None
-    """The median of the last steps that are of the kind of the step that runs. None if there is none."""
+    """Median duration of the last steps of the same kind as the running step, or None if there are none."""
     compared: int
     """Number of steps that `median_ns` is computed from."""
     running: int | None
@@ -212,7 +212,7 @@ def _flights(states: Sequence[ProcessState]) -> list[Flight]:
 # Devices and engines: a row each, or for many of them the spread and the worst value.
 
 _MOST_ROWS = 64
-"""Up to this many devices, or engines, get a row each; of more, spreads are shown."""
+"""Largest number of devices, or of engines, that get a row each. If there are more, spreads are shown."""
 
 Group: TypeAlias = Literal["devices", "engines"]
 
@@ -313,7 +313,7 @@ def _rows(group: Group, sampled: Iterable[Sampled]) -> list[Row]:
                 values.setdefault((*_order(process, counter), name), {})[titles[counter.name]] = counter.value
     rows = [Row(name=key[-1], values=own) for key, own in sorted(values.items())]
     whole = [row for row in rows if "utilisation" in row.values]
-    return whole or rows  # the host's counters know more of a GPU than torch
+    return whole or rows  # rows of the host's counters say more about a GPU than torch's
 
 
 def _name(process: ProcessInfo, counter: CounterNow) -> str:

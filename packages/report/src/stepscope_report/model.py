@@ -43,10 +43,10 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
     value: Any = None
     """The computed value; None if the section computes its tables."""
     failed: str | None = None
-    """The reason why it has no tables, or None if it did not fail."""
+    """Reason why the section has no tables, or None if it did not fail."""
 
     def blocks(self) -> tuple[Block, ...]:
-        """Return its tables, or the note that it failed."""
+        """Return the section's tables, or a note that the section failed."""
         if self.failed is None:
             return self.tables
         return (Paragraph(f"section {self.name} failed: {self.failed}"),)
@@ -68,7 +68,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     opened_ns: int
     """Unix time in ns at which the capture opened."""
     cause: Cause | None = None
-    """The culprit that the step waited for and that took longer than its like; None if nothing did."""
+    """The culprit: what the step waited for, and what took longer than similar work. None if nothing did."""
     unexplained_ns: int | None = None
     """Part of the step's excess over its neighbours that no stage explains, or None if it has no
     neighbours."""
@@ -79,7 +79,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     baseline: Baseline | None
     """The uncaptured steps to compare with; None if none is known."""
     compared: tuple[int, ...] = ()
-    """Numbers of the captured steps that it was compared with, because it took longer than these."""
+    """Numbers of the captured steps that this step was compared with, because it took longer."""
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
     """The slowest trajectories, or None if no span belongs to a trajectory."""
@@ -95,7 +95,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[Batches, ...] = ()
     """Forward passes by batch size. Empty if no engine noted its passes."""
     requests: tuple[Request, ...] = ()
-    """The requests that noted passes served."""
+    """The requests that the noted forward passes served."""
     throughput: Throughput | None = None
     """Tokens and FLOPs per second, or None if neither is known."""
     weight_sync: WeightSync | None = None
@@ -139,17 +139,18 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     `capture/opening_seconds` and `capture/closing_seconds` come before and after it.
 
     `idle/<role>_seconds` is the mean over the role's processes. `long_tail/held_seconds` and
-    `long_tail/rollout_seconds` are there where trajectories are. `uncaptured/p50_seconds` and
-    `uncaptured/p90_seconds` are of the steps near it that were not captured, where any are known.
-    `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, where
+    `long_tail/rollout_seconds` exist if the step has trajectories. `uncaptured/p50_seconds` and
+    `uncaptured/p90_seconds` describe the uncaptured steps near this one, if any are known.
+    `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, if
     trajectories are stale.
 
-    Where they are known, `throughput/rollout_tokens_per_second` and `throughput/train_tokens_per_second` are
-    of the step's time, and `mfu/<role>/<stage>` is a part of 1.
+    If known, `throughput/rollout_tokens_per_second` and `throughput/train_tokens_per_second` are tokens per
+    second of the step, and `mfu/<role>/<stage>` is a fraction of 1.
 
-    `trainer/<name>` are numbers that the trainer has logged of the step by then, in its own units.
+    `trainer/<name>` are the numbers that the trainer had logged for the step by then, in the trainer's own
+    units.
 
-    In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
+    In names, each character other than letters, digits, `_`, `.` and `-` becomes `-`.
     """
     ns: Counter[str] = Counter(
         {

@@ -23,7 +23,7 @@ from stepscope_report.timeline import Timeline, load_step
 _BESIDE = 4
 """Number of the nearest captured steps whose length is compared."""
 _READ = 2
-"""Number of these steps whose spans are read."""
+"""Number of near captured steps whose spans are read."""
 
 
 class NearStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,7 +150,7 @@ class OpenStep(Briefed):
         return step_report(self.timeline, load_traces(self.folder, self.timeline), near)
 
     def report(self) -> StepReport:
-        """Return all tables of the step. They are made once.
+        """Return all tables of the step. They are computed once.
 
         Raises:
             RecordError: nothing of the step can be read.
@@ -257,15 +257,16 @@ def open(  # noqa: A001  # read as `stepscope_report.open`
 ) -> OpenRun | OpenStep | OpenTraces:
     """Open the folder of a run (its save_path) or of one step in it, or traces that others wrote.
 
-    In a notebook, the value shows the brief of the step; of a run, that of its longest step.
+    In a notebook, the returned object shows the brief of the step, or of a run's longest step.
 
     Args:
-        path: The folder. Of others' traces, a file too.
+        path: The folder. For traces that others wrote, it may also be a file.
         run: The run's id, where several wrote into one folder, or None for the one that captured last.
         traces: Whether reports read the profilers' traces, which may be large.
 
     Raises:
-        RecordError: the folder does not exist, holds neither a captured step nor a trace, or none of `run`.
+        RecordError: the folder does not exist, holds neither a captured step nor a trace, or holds no step of
+            `run`.
     """
     folder = Path(path)
     if StepLayout(folder).is_step:
@@ -284,7 +285,7 @@ def open(  # noqa: A001  # read as `stepscope_report.open`
 
 
 def _values(report: StepReport) -> dict[str, Sequence[Any]]:
-    """Return the rows of each table of a report. A table that the step lacks has none."""
+    """Return the rows of each table of a report. A table that the step lacks has no rows."""
     tail, traces, counters = report.long_tail, report.traces, report.counters
     return {
         "advice": report.advice,

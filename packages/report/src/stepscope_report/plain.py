@@ -46,7 +46,7 @@ from stepscope_report.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, COLLECTIVES, ENGINES, THROUGHPUT, TRACES)
 _ADVICE, _DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 2, 4, 3, 2, 2, 5
-"""Lines of each kind in a brief."""
+"""Largest number of lines of each kind in a brief."""
 LEFT_OUT = (
     "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
     "long tail, staleness."
@@ -58,7 +58,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     name: str
-    """Name of the folder that holds all of them."""
+    """Name of the folder that holds all traces."""
     opened_ns: int
     window_ns: int
     """Time in ns from the first to the last event of all processes, on one clock."""
@@ -115,11 +115,11 @@ class Plain:
 
     @property
     def steps(self) -> Sequence[ProfilerStepRow]:
-        """Return the steps of all processes. Empty if no trace tells its steps."""
+        """Return the steps of all processes. Empty if no trace has steps."""
         return () if self._report.traces is None else self._report.traces.steps
 
     def names(self) -> str:
-        """Return names of the outermost ranges."""
+        """Return some names of the outermost ranges, for a message."""
         return few(sorted({row.path[0] for row in self._report.labels}), 8) or "there is none"
 
     @property
@@ -189,9 +189,7 @@ class Plain:
         yield from self._clocks()
 
     def _files(self) -> Iterator[Block]:
-        """Yield the files of each process; processes may have nothing but their files' names to tell them
-        apart.
-        """
+        """Yield the files of each process. Processes may differ in nothing but the names of their files."""
         traces = self._report.traces
         if traces is not None and len(traces.traces) > 1:
             said = {
@@ -309,7 +307,7 @@ def _parts(row: ProfilerStepRow) -> dict[str, float]:
     if row.busy_ns is None or row.idle_ns is None:
         return {_ON_HOST: row.dur_ns}
     exposed_ns = row.exposed_ns or 0
-    # Of several devices each gap counts, and the step's idle time is that of all at once.
+    # The gaps of all devices are added up; the step's idle time is when all devices were idle at once.
     share = row.idle_ns / max(1, sum(row.gaps.values()))
     idle = {f"idle: {kind}": ns * share for kind, ns in row.gaps.items()}
     known_ns = sum(idle.values())

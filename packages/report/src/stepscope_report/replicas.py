@@ -20,7 +20,8 @@ _PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
 _RESUMES = re.compile(r"(resume|continue)(_generation)?|wake_up|resume_memory_occupation")
 
 Mark: TypeAlias = Literal["pause", "resume", "weights"]
-"""Effect of a span on an engine: it serves nothing until it is resumed, or while it loads weights."""
+"""Effect of a span on an engine: it pauses the engine, resumes it, or loads weights, which pauses it
+meanwhile."""
 
 
 class Pass(NamedTuple):
@@ -84,7 +85,8 @@ class Replica(msgspec.Struct, kw_only=True):
 
 
 _Key = tuple[str, ReplicaKey]
-"""("replica", its key), or ("process" or "requests of", with the index of a process as the number)."""
+"""("replica", key of the replica), or ("process" or "requests of", a key whose number is the process'
+index)."""
 
 
 def find_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> list[Replica]:
@@ -179,7 +181,7 @@ class _Search:
             replica = self._replica(key)
             replica.tokens = counted.get(key) or _count_phases(replica.served)
             engine = read.get(key, Tokens())
-            # Engines of one process share its counters: of several, these say nothing of one.
+            # Engines of one process share its counters, which then say nothing about a single engine.
             if replica.tokens == Tokens() and several[msgspec.structs.astuple(engine)] == 1:
                 replica.tokens = engine
 
@@ -238,8 +240,8 @@ def _announced(timeline: Timeline) -> Iterator[tuple[ReplicaKey, bool]]:
 def _recordings(activities: Iterable[TraceActivity]) -> list[Recording]:
     """Return one recording for each data-parallel engine.
 
-    Workers of one engine (tensor and pipeline parallel) run the same passes: the worker that recorded most of
-    them represents all. Files of one worker are parts of its recording, by stage or by time.
+    Workers of one engine (tensor and pipeline parallel) run the same passes: the worker that recorded the
+    most passes represents all workers. Files of one worker are parts of its recording, by stage or by time.
     """
     workers: dict[tuple[str, int, str, int], list[TraceActivity]] = defaultdict(list)
     for activity in activities:
@@ -255,7 +257,7 @@ def _recordings(activities: Iterable[TraceActivity]) -> list[Recording]:
         if dp is None:
             stated = files[0].content.distributed
             if stated is not None:
-                # Two processes of one rank are of two worlds: each data-parallel engine has its own.
+                # Processes with the same rank are in different worlds: each data-parallel engine has its own.
                 dp = worlds[stated.rank]
                 worlds[stated.rank] += 1
         engines[dp or 0].append(recording)
@@ -291,19 +293,22 @@ _FACTS = {
     "output_tokens": "output",
     "preemptions": "preemptions",
 }
-"""Attributes of a request's span, as `record_request` sets them, and the field that they count for."""
+"""{attribute of a request's span, as `record_request` sets it: field of `Tokens` that its value is added
+to}."""
 _PHASE_FACTS = {"prefill": "prompt", "decode": "output"}
-"""Stages whose spans count in the same way by their attribute `tokens`, if no request states the number."""
+"""{stage: field of `Tokens` that the attribute `tokens` of its spans is added to, if no request states the
+number}."""
 _REQUESTS_AT_ENDS = tuple(
     f"requests_{queue}_at_{when}" for queue in ("running", "waiting") for when in ("start", "stop")
 )
-"""Numbers that an adapter reads at the start and at the stop of a recording."""
+"""Numbers of requests that an adapter reads at the start and at the stop of a recording."""
 _COUNTERS = {"prompt_tokens": "prompt", "generation_tokens": "output", "preemptions": "preemptions"}
-"""Counters that an adapter reads at start and stop."""
+"""{counter that an adapter reads at the start and at the stop: field of `Tokens` that its growth is added
+to}."""
 
 
 def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dict[_Key, Tokens]:
-    """Return the sums over the requests of each replica that ended."""
+    """Return the sums over the requests that state their tokens, by replica."""
     stated = [index for index, span in enumerate(timeline.spans) if _is_request(span)]
     around = set[int]()
     for index in stated:
@@ -313,7 +318,7 @@ def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dic
             above = timeline.spans[above].parent
     sums: dict[_Key, Tokens] = defaultdict(Tokens)
     for index in stated:
-        if index not in around:  # what stands around a request repeats it, or adds several up
+        if index not in around:  # spans around a request repeat it or add up several
             span = timeline.spans[index]
             tokens = sums[owner_of(span)]
             tokens.add("requests", 1)
@@ -341,7 +346,7 @@ def _count_phases(served: Iterable[Span]) -> Tokens:
 
 
 def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
-    """Return the difference of the engine's own counters over its recording."""
+    """Return by how much the engine's own counters grew during its recording."""
     tokens = Tokens()
     servers = {str(activity.options.get("server")): activity.options for activity in activities}
     for options in servers.values():
@@ -355,10 +360,10 @@ def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
 def _held(
     timeline: Timeline, number: int | None, role: str, activities: Iterable[TraceActivity]
 ) -> list[tuple[int, int]] | None:
-    """Return the stretches in which an engine had requests, by its counters.
+    """Return the stretches in which an engine had requests, by its counters; None if these are unknown.
 
-    Without samples, the scheduler's numbers at the start and the stop of the recording tell if there were
-    none.
+    Without samples, there were no stretches if the scheduler had no requests at the start and at the stop of
+    the recording.
     """
     sampled = None if number is None else requests_held(timeline, number, role)
     ends = [_number(activity.options, name) for activity in activities for name in _REQUESTS_AT_ENDS]
@@ -374,7 +379,9 @@ def _number(attrs: Mapping[str, object], name: str) -> int | None:
 
 
 def _stretches(marks: Iterable[tuple[int, int, Mark]], until_ns: int) -> list[tuple[int, int]]:
-    """Return when a replica was paused: from the start of each pause to the end of what resumes it."""
+    """Return when a replica was paused: from the start of each pause to the end of the span that resumes the
+    replica.
+    """
     stretches: list[tuple[int, int]] = []
     since_ns: int | None = None
     for start_ns, end_ns, mark in sorted(marks):

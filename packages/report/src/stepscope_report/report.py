@@ -147,7 +147,7 @@ def _added(point: EntryPoint, sources: Sources, report: StepReport) -> AddedSect
         value = sources.value_of(msgspec.structs.replace(section, name=f"added {point.name}"))
         if section.terminal is None:
             return AddedSection(name=point.name, title=title, tables=_blocks(value), value=None)
-        msgspec.to_builtins(value)  # for JSON, while its failure is the section's alone
+        msgspec.to_builtins(value)  # raises here, where only this section fails, if JSON cannot hold it
         tables = _blocks(section.terminal(value, report))
         return AddedSection(name=point.name, title=title, tables=tables, value=value)
     except Exception as error:  # another package's code: its section is lost, and the report is not

@@ -86,7 +86,7 @@ def is_of(label: Label) -> Callable[[Span], bool]:
 
 
 def whole(span: Span, name: str) -> int | None:
-    """Return an attribute that is a whole number, or None if it is no whole number, or is absent."""
+    """Return the value of an attribute, or None if the attribute is absent or is no whole number."""
     value = (span.attrs or {}).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -112,8 +112,8 @@ class ReplicaKey(NamedTuple):
 
 
 def replica_of(timeline: Timeline, span: Span) -> ReplicaKey | None:
-    """Return the replica that a span is work of, by its attribute, else by its process; None if neither
-    tells.
+    """Return the replica that a span is work of, by its attribute, else by its process; None if neither names
+    a replica.
     """
     number, role = replica_and_role(timeline, span)
     return None if number is None else _key(timeline, number, role)
@@ -137,7 +137,7 @@ def placed(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
 
 
 class ManyNames(NamedTuple):
-    """The names of stages and roles in a step that has more of them than rows."""
+    """The names of stages and roles in a step that has too many of them for the rows of a table."""
 
     names: int
     example: Label

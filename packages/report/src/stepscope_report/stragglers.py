@@ -72,14 +72,16 @@ def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
 
 
 class Waited:
-    """Time that processes wait in calls that may overlap: the calls of a process come in order."""
+    """Sums of the time that processes wait in calls that may overlap. Calls of a process are added
+    in order.
+    """
 
     def __init__(self) -> None:
         self._until: dict[tuple[str, str | None], int] = {}
         """{(process, the process that it waits for, or None for any): end of the waits so far}."""
 
     def add(self, process: str, last: str | None, start_ns: int, end_ns: int) -> int:
-        """Return how much of a wait lies after the waits before it."""
+        """Add a wait, and return how many ns of it lie after the waits that were added before."""
         until_ns = self._until.get((process, last), start_ns)
         self._until[process, last] = max(until_ns, end_ns)
         return max(0, end_ns - max(start_ns, until_ns))
@@ -214,7 +216,7 @@ def _members(activity: TraceActivity, calls: Iterable[_Call]) -> Iterator[Member
 
 
 Place: TypeAlias = tuple[Label, Label | None]
-"""A collective, and the call in or after which it was made."""
+"""(Label of a collective, label of the last other call that its thread began before it, or None)."""
 
 
 class Skip(NamedTuple):
@@ -226,12 +228,12 @@ class Skip(NamedTuple):
     others: tuple[int, ...]
     """The skipped collective, in the other ranks."""
     late_ns: int
-    """Time for which the others waited in it."""
+    """Time in ns for which the others waited in the skipped collective."""
 
 
 def unseen_collectives(timeline: Timeline) -> int:
-    """Return the most collectives of one process that C++ issued between those that Python called, by the
-    numbers that a group lacks.
+    """Return the largest number of collectives that C++ issued in one process, between those that Python
+    called: the numbers that are missing in the process' groups.
     """
     numbers: dict[tuple[int, object], set[int]] = defaultdict(set)
     for span in timeline.spans:
@@ -247,8 +249,8 @@ def unseen_collectives(timeline: Timeline) -> int:
 def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:
     """Yield the first skipped collective of each group, as far as the collectives on record tell.
 
-    A rank skipped one if it agrees with the others up to some number of the group's collectives, and from
-    there on calls what the others call later. Ranks that merely do other work between collectives do not.
+    A rank skipped a collective if it agrees with the others up to there, and from there on calls what the
+    others call later. A rank that merely does other work between collectives has skipped none.
     """
     groups: dict[object, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for node, span in enumerate(graph.spans):
@@ -285,7 +287,7 @@ def _skip(
 
 
 def _is_behind(own: Sequence[Place], first: int, expected: Mapping[int, Place]) -> bool:
-    """Return whether these calls, which met those of the others from `first` on, are later ones of theirs."""
+    """Return whether a rank's calls, numbered from `first` on, are calls that the others make later."""
     for shift in range(1, len(expected)):
         pairs = [(place, expected.get(first + shift + at)) for at, place in enumerate(own)]
         known = [(place, other) for place, other in pairs if other is not None]

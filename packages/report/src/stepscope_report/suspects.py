@@ -45,10 +45,10 @@ CauseKind: TypeAlias = Literal[
     "unexplained",
 ]
 LEAST = 50
-"""A straggler counts if it costs at least one part in this many of the step."""
+"""A straggler counts as a suspect if it costs at least 1 / LEAST of the step."""
 LEAST_OF_CALLS = 20
-"""A tool, a trajectory or a stage, whose times vary by nature, counts if it costs at least one part in this
-many of the step."""
+"""A tool, a trajectory or a stage, whose times vary by nature, counts as a suspect if it costs at least 1 /
+LEAST_OF_CALLS of the step."""
 ENOUGH = 3
 """Least number of trajectories with which the last one can be told from the others."""
 _LONG = 3
@@ -65,7 +65,7 @@ class Suspect(NamedTuple):
     """Time by which the step would be shorter without the excess, or None if it is unknown whether the step
     waited."""
     longer_ns: int
-    """Time by which the suspect itself was longer."""
+    """Time by which the suspect took longer than usual."""
     label: Label | None = None
     """Role and stage (for a tool, with its name), or None if no span names the cause."""
     process: int | None = None
@@ -86,11 +86,11 @@ class Suspect(NamedTuple):
     """The calls of each process that `usual_ns` comes from; empty if it comes from other steps, or from calls
     of the same process."""
     spells: tuple[Pair, ...] = ()
-    """Stretches in which a rank that was late in no call was in none."""
+    """If a rank was late outside of calls, the stretches in which it was in no call."""
     within: tuple[Pair, ...] = ()
-    """Stretches of the step in which a top stage of the recorder's lines ran that took longer."""
+    """If a top stage of the recorder's lines took longer, the stretches of the step in which it ran."""
     because: str = ""
-    """Words for the thing that held the process meanwhile, or empty."""
+    """Words for what held up the process meanwhile; empty if nothing is known to have done so."""
     on_path: bool = False
     """True if `took_ns` and `usual_ns` are times on the critical path: no call was longer than usual."""
 
@@ -116,10 +116,10 @@ class Work(NamedTuple):
     """Sum of the calls' own times in the step, without calls below them and without waits for ranks that
     entered later."""
     whole_ns: int
-    """`own_ns` with the time before the step, which an owner has whose capture opened before the first one.
-    Other processes are compared with it; a process itself is slow by `own_ns` alone."""
+    """`own_ns` plus work before the step, if an owner's capture opened before that of the first owner. Other
+    processes are judged against this time, and the process itself by `own_ns`."""
     tokens: int | None
-    """Sum of the calls' attributes `tokens`, or None if a call has none."""
+    """Sum of the calls' attributes `tokens`, or None if a call lacks that attribute."""
 
 
 Works: TypeAlias = Mapping[Label, Mapping[int, Work]]
@@ -165,7 +165,9 @@ class _Lineup:
         return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
 
     def _begin_ns(self, node: int) -> int:
-        """Return the begin of a call. The capture of an owner may have opened before the first one."""
+        """Return the begin of a call. The begin may be before the step, because an owner's capture may have
+        opened before that of the first owner.
+        """
         span = self._timeline.spans[node]
         return span.start_ns if self._timeline.processes[span.process].owner else self._graph.start_ns[node]
 
@@ -209,7 +211,8 @@ class _Lineup:
     def _without_dead(self, by_process: dict[int, Work]) -> dict[int, Work]:
         """Return the calls of a stage without those of processes that never closed their capture.
 
-        These worked for longer than was seen, so that no other is slow beside them. The longest of all stays.
+        Such processes worked for longer than was recorded, so no other process is slow compared with them.
+        The process with the most time of all stays, closed or not.
         """
         most_ns = max(work.own_ns for work in by_process.values())
         return {
@@ -315,11 +318,10 @@ class _Lineup:
         stretches: Mapping[int, Mapping[Label, Sequence[int]]],
         since_ns: int,
     ) -> _Lateness:
-        """Return the time by which a rank was later than the others, and the stage in which it took
-        longer.
+        """Return the time by which a rank was later than the others, and the stage in which it took longer.
 
         Args:
-            since_ns: Time of its meeting before, or of the step's begin.
+            since_ns: Time of the rank's previous meeting, or of the step's begin.
         """
         graph, own = self._graph, stretches[last]
         others = [member for member in members if member != last]
@@ -361,7 +363,9 @@ class _Lineup:
         return tuple((end_ns, start_ns) for (_, end_ns), (start_ns, _) in pairwise(ran) if end_ns < start_ns)
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Return whether calls have more tokens than those of the others, and no more time for each token."""
+        """Return whether these calls have a quarter more tokens than those of the others, at about the same
+        time per token.
+        """
         one, rest = self._work(list(nodes)), [self._work(list(other)) for other in others if other]
         usual = middle(work.tokens or 0 for work in rest) if rest else 0
         if not one.tokens or not usual or one.tokens * 4 < usual * 5:
@@ -459,8 +463,8 @@ class _Lineup:
         return (work.own_ns - usual) * LEAST >= self._window_ns and work.own_ns * 4 >= usual * 5
 
     def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
-        """Yield the number of calls and tokens beside those of the others, which tells more work from slower
-        work.
+        """Yield the number of calls and tokens beside the others' numbers, which shows if a process had more
+        to do.
         """
         others = [work for process, work in compared.items() if process != slowest]
         work = compared[slowest]
@@ -617,8 +621,8 @@ class _Lineup:
         return label, times[trajectory][label], usual[label]
 
     def _saves(self, cuts: Mapping[int, int]) -> int | None:
-        """Return the time that the step would lose with shorter calls, or None if the replay has none of the
-        calls.
+        """Return by how many ns the step would be shorter if these calls were, or None if the replay has none
+        of the calls.
         """
         if not any(self._replay.has(node) for node in cuts):
             return None
@@ -644,7 +648,7 @@ def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tu
 
 
 def _at(each_ns: float) -> Callable[[Work], int]:
-    """Return a function that gives the time of a process' tokens at `each_ns` for each token."""
+    """Return a function that gives the time of a process' tokens, at `each_ns` per token."""
     return lambda work: round(each_ns * (work.tokens or 0))
 
 

@@ -68,7 +68,7 @@ class Rows(list[dict[str, Any]]):
         Raises:
             StepscopeError: polars is not installed.
         """
-        # values of settings are numbers in one row and words in another: text then, instead of an error
+        # a setting may be a number in one row and a word in another: such a column becomes text
         return _library("polars").DataFrame(list(self), infer_schema_length=None, strict=False)
 
     def to_pandas(self) -> pandas.DataFrame:

@@ -59,7 +59,7 @@ from stepscope_report.sections.health import (
 
 _SHARE = re.compile(r" (\S+ %)$")
 ROWS = 2 * LISTED
-"""Number of rows that are printed of a table that may be cut."""
+"""Number of rows that are printed of a table that may be cut; the others are counted."""
 
 
 def draw(block: Block) -> RenderableType:
@@ -91,10 +91,11 @@ def _remarks(block: Remarks) -> RenderableType:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = ""
 ) -> RenderableType:
-    """Return a titled table. A column whose name starts with `>` is of numbers: right-aligned.
+    """Return a titled table. A column whose name starts with `>` holds numbers and is right-aligned.
 
-    No number is cut. In a narrow terminal headings and texts take more lines. If that is not enough, gaps are
-    narrower, words break, and shares stand below their times. In the end numbers take more lines too.
+    No digit is lost. In a narrow terminal, headings and texts take more lines. If that is not enough, gaps
+    become narrower, words are broken, and shares are put below their times; at last, numbers take several
+    lines too.
     """
     return _titled(title, _Grid(columns, [[plain(cell) for cell in row] for row in rows]), note)
 

@@ -1,6 +1,6 @@
 """Open calls of processes, engines and Ray's actors at one moment, and what each of them waits for.
 
-One file above 500 lines: ranks that are behind by their counts are one kind of what a call waits for.
+One file above 500 lines: a rank that is behind in its collectives is one of the things that a call waits for.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ the call."""
 _COLLECTIVES = re.compile(
     r"torch/distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives)"
 )
-"""An innermost frame of these files is a collective, in which a process waits for others."""
+"""Files whose functions are collectives: a process whose innermost frame is in one of them waits for
+others."""
 _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
-"""Files whose frames are calls of an engine; a client's frames only in the role `rollout`."""
+"""Files of HTTP clients. In the role `rollout`, frames of these files are calls of an engine."""
 Wait: TypeAlias = Literal["ray", "process", "thread", "task"]
 """Target of a wait: Ray, a process that this one started, or another thread or task of this process."""
 _WAITS: dict[Wait, tuple[str, ...]] = {
@@ -175,7 +176,9 @@ def engine_call(state: ProcessState, engine: EngineState) -> Call:
 
 
 def is_loaded(engine: EngineState, asked: bool) -> bool:
-    """Return whether an engine has requests, or calls and no answer for longer than usual."""
+    """Return whether an engine has requests, or is called while its counters were not read for
+    `_STUCK_NS`.
+    """
     return bool(engine.requests) or (asked and engine.sampled_ns > _STUCK_NS)
 
 
@@ -310,7 +313,7 @@ class Process:
             return thread.frames, _wait_of(thread.frames)
         if tasks:
             ends = [end for end in self._awaited(tasks) if end.span == span.span or end.span is None]
-            # The deepest: the others await it, or what it awaits.
+            # The task with the deepest stack: the others await it, or what it awaits.
             task = max(ends or tasks, key=lambda task: len(task.frames))
             return task.frames, "ray" if task.awaits == "ObjectRef" else "task"
         if thread is None or _is_polling(thread) or running is not None:
@@ -337,8 +340,8 @@ class Process:
         return {number for number in spans if number is not None and number != span.span}
 
     def line(self, span: int) -> Iterator[int]:
-        """Yield a span and the spans above it, up to a span with several children, each of which is a wait of
-        its own.
+        """Yield a span and the spans above it, up to the last one below a span with several children, because
+        each child waits for itself.
         """
         at: int | None = span
         while at is not None and at in self.spans:
@@ -391,13 +394,13 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     """A process group of torch, or `communicator 0x5f2a` of NCCL."""
     state: Literal["behind", "dead", "silent"]
-    """`behind`: it has begun fewer. `dead`, `silent`: in the judgement of NCCL."""
+    """`behind`: the rank has begun fewer collectives. `dead`, `silent`: NCCL's own judgement."""
     op: str | None = None
-    """The collective, `AllReduce`, or None for all of them."""
+    """The kind of collective, such as `AllReduce`, or None for all kinds together."""
     begun: int | None = None
-    """Number of these collectives that it has begun, or None if unknown."""
+    """Number of these collectives that the rank has begun, or None if unknown."""
     others: int | None = None
-    """The most that one of the others has begun."""
+    """The largest number of these collectives that another rank has begun, or None if unknown."""
 
 
 _Group: TypeAlias = tuple[str, str, "int | None", str, tuple[int, ...]]
@@ -415,7 +418,7 @@ class Entered:
         self._last: dict[_Group, dict[int, int]] = defaultdict(dict)
         """{group: {rank: number of the last collective that it entered}}."""
         self._mixed: set[_Group] = set()
-        """The groups of which two processes have one rank."""
+        """The groups in which two processes have the same rank."""
         self._missing: dict[tuple[_Group, int], tuple[int, ...]] = {}
         for state in states:
             known = state.collectives
@@ -426,8 +429,8 @@ class Entered:
                 self._last[key][rank] = group.entered
 
     def behind(self, state: ProcessState) -> Behind | None:
-        """Return the group in which a process has entered the fewest collectives against the others, or
-        None.
+        """Return the group in which a process is furthest behind another rank, or None if it is behind in no
+        group.
         """
         known = state.collectives
         found = []
@@ -474,7 +477,7 @@ class Launched:
     Attributes:
         behind: {process: how far it is behind}. Processes without a state have the name of a silent worker,
             or NCCL's.
-        awaited: {process: the processes behind it}.
+        awaited: {process: the processes that are behind and that it waits for}.
     """
 
     def __init__(self, states: Sequence[ProcessState], silent: Iterable[str]) -> None:
@@ -517,7 +520,9 @@ class Launched:
 
 
 def _may_be_at(state: ProcessState, host: str) -> bool:
-    """Return whether a process may run on the host with an IP address; NCCL may know but the loopback's."""
+    """Return whether a process may run on the host with an IP address; NCCL may know only a
+    loopback address.
+    """
     own = state.addresses
     return not own or host in own or host == "unknown" or host.startswith(("127.", "::1"))
 

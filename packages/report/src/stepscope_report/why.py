@@ -36,7 +36,7 @@ from stepscope_report.waiting import (
 )
 
 ENDED = "its process has ended"
-"""The begin of what is known of a worker that died."""
+"""Beginning of the words about a worker that died."""
 _NO_ANSWER = "no answer"
 _CIRCLE = 4
 """Largest number of named calls that wait for each other."""
@@ -44,8 +44,8 @@ _Job: TypeAlias = tuple[str, str]
 """(run, role) of processes, each with a rank of its own."""
 _Site: TypeAlias = tuple[_Job, str, Frame | None]
 _EDGES = 50
-"""Largest number of calls, the oldest ones, that a call is taken to wait for if only its stack shows the
-wait."""
+"""If only its stack shows that a call waits, it is taken to wait for at most this many calls, the oldest
+ones."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,10 +76,11 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) -> Why:
-    """Join the states of processes, by carriers and by the waits in their stacks.
+    """Find the calls that wait for each other in the states of processes, by carriers and by waits in their
+    stacks.
 
     Args:
-        states: At least one.
+        states: The states of at least one process.
         fates: {key of a worker without an answer: what is known of its process}.
     """
     answer = _Answer(states, fates or {})
@@ -234,7 +235,7 @@ class _Answer:
                 yield process.key, [self._add(engine_call(process.state, engine)) for engine in loaded]
 
     def _asks(self, process: Process, span: OpenSpan) -> bool:
-        """Return whether a span waits for an engine, by its own stack or by that of a task of it."""
+        """Return whether a span waits for an engine, by its own stack or by that of one of its tasks."""
         stacks = (self._stacks[process.key, span.span], *(t.frames for t in process.tasks_of[span.span]))
         return any(asks_engine(frames, span.role) for frames in stacks)
 
@@ -397,7 +398,7 @@ class _Answer:
         """
         for key in self.silent:
             if self._fates.get(key, "").startswith(ENDED):
-                self._silent(key)  # first, also if no stack shows that others wait for it
+                self._silent(key)  # a dead worker comes first, even if no stack shows a wait for it
         self.edges += [set() for _ in self.calls[len(self.edges) :]]
         groups = [
             group for group in _components(self.edges) if all(self.edges[at] <= set(group) for at in group)
@@ -405,7 +406,7 @@ class _Answer:
         awaited = self._awaited_by_the_step()
         self._waited_by = set().union(*self.edges)
         for group in groups:
-            # The odd one out, else the one that came last: it went past the collective of the others.
+            # First the call whose place differs, else the youngest: it went past the others' collective.
             places = {at: (self.calls[at].collective, self.calls[at].where) for at in group}
             same = Counter(places.values())
             group.sort(key=lambda at, places=places, same=same: (same[places[at]], self.calls[at].age_ns))  # type: ignore[misc]

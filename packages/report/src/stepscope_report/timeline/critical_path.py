@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     start_ns: int
     end_ns: int
     node: int
-    """The span, or the root of a process, whose own time it is."""
+    """The node whose own time the piece is: a span, or the root of a process."""
     kind: PieceKind
 
     @property
@@ -124,7 +124,7 @@ class _Walk:
         return clusters[left - 1] if left else None
 
     def _own(self, node: int, from_ns: int, until_ns: int) -> int:
-        """Add the own time of a node, and return its begin."""
+        """Add a stretch of a node's own time to the path, and return the begin of the stretch."""
         span = self._graph.span_of(node)
         if span is None or node in self._graph.unknown:
             return self._add(node, from_ns, until_ns, "not known")
@@ -142,12 +142,12 @@ class _Walk:
 
 
 class Replay:
-    """The step once more, in the same order, with some of its own times shortened.
+    """A replay of the step in the same order, with some own times shortened.
 
     A call begins after the calls of its caller that ended before it, and after the call that its thread ran
     before it (`StepGraph.before`); it ends after the calls below it. The own times between stay as they were,
-    unless they are shortened. Calls whose end nothing is known to have waited for take no part: outside of
-    all calls, these are the calls of other stages than the last one to end.
+    unless they are shortened. Calls take no part if nothing is known to have waited for their end. Outside of
+    all calls, these are the calls whose stage is not that of the last call to end.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -163,9 +163,10 @@ class Replay:
         nodes = [n for n, caller in enumerate(graph.caller) if caller != NOBODY and n not in loose]
         nodes.sort(key=depth.__getitem__)
         self._nodes, self._members = nodes, frozenset(nodes)
-        """Each after its caller."""
+        """The nodes that take part, each after its caller."""
         self._line = self._lines()
-        """{node in a line: the line's head}. A line is a call below which one call follows the other."""
+        """{node in a line: the line's head}. A line is a call, its head, with all calls below it, which run
+        one after the other."""
         self._points = [node for node in nodes if self._line.get(node, node) == node]
         """Nodes that are in no line of another node."""
         self._starts = sorted(self._points, key=graph.start_ns.__getitem__)
@@ -198,7 +199,7 @@ class Replay:
         return heads
 
     def has(self, node: int) -> bool:
-        """Return whether a call takes part, so that the step is known to have waited for it or not."""
+        """Return whether a call takes part. Only then is it known whether the step waited for the call."""
         graph, root = self._graph, node
         while graph.caller[root] != NOBODY:
             root = graph.caller[root]
@@ -208,7 +209,7 @@ class Replay:
         """Return how much shorter the step becomes if the calls of some stages, and those below, are shorter.
 
         Args:
-            left: The part of their times that is left.
+            left: The fraction of their times that is left: 0.0 if these calls take no time.
         """
         graph = self._graph
         chosen = {node for label in labels for node in self._of_label.get(label, ())}

@@ -29,7 +29,8 @@ SMALLEST = 1 << 16
 """Traces with fewer bytes get no digest, because reading them takes 0.02 s."""
 _TAIL = 1 << 12
 _NUMBERS = ", ".join(map(str, range(4096))).encode()
-"""Dictionary of zlib. Each trace lists the ranks of its process groups: of 1,024 ranks, half of a digest."""
+"""Dictionary for zlib. Each trace lists the ranks of its process groups, which are half of a digest if there
+are 1,024 ranks."""
 _T = TypeVar("_T")
 
 
@@ -58,7 +59,7 @@ class Digest(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
 
 
 class Digests:
-    """The digests of one step. They are written only into a folder of the user who reads."""
+    """The digests of one step. They are written only if the folder belongs to the user who reads."""
 
     def __init__(self, layout: StepLayout) -> None:
         self._layout = layout
@@ -75,7 +76,7 @@ class Digests:
         try:
             packed = read_file(self._path(paths, of))
             digest = msgspec.json.decode(unpacked(packed), type=cast(Any, Digest)[kind])
-        except Exception:  # whatever is wrong with it, the traces are there
+        except Exception:  # whatever is wrong with a digest, the traces can be read
             return None
         valid = digest.format == FORMAT and digest.made_by == _versions() and digest.stamps
         return digest.content if valid and digest.stamps == self.stamps(paths) else None
@@ -95,7 +96,7 @@ class Digests:
             return
         names = tuple(os.fsencode(name).decode(errors="replace") for name in self._names(paths))
         digest = Digest(made_by=_versions(), files=names, stamps=before, content=content)
-        with suppress(OSError):  # a full disk, or a read-only one: the next reading reads
+        with suppress(OSError):  # a full or read-only disk: the next reader reads the traces
             write_atomic(self._path(paths, of), packed(msgspec.json.encode(digest)))
 
     def _path(self, paths: Iterable[Path], of: str) -> Path:

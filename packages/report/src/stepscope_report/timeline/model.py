@@ -33,10 +33,11 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """Alignment of one process' times with the owner's clock."""
 
     alignment: Alignment
-    """Way of the alignment. `owner`: this is the owner. `same host`: the process shares the owner's wall
-    clock. `measured`: the owner's exchanges with the process give the offset. `collectives`: collectives
-    between hosts narrow that offset. `assumed`: another tracer named no host of this step, so its clock is
-    taken to be the owner's. `unaligned`: the process runs on another host, and nothing was measured."""
+    """Way in which the process was aligned. `owner`: this is the owner. `same host`: the process shares
+    the owner's wall clock. `measured`: the owner's exchanges with the process give the offset.
+    `collectives`: collectives between hosts narrow that offset. `assumed`: another tracer named no host of
+    this step, so its clock is taken to be the owner's. `unaligned`: the process runs on another host, and
+    nothing was measured."""
     offset_ns: int = 0
     """Lead of the process' wall clock over the owner's at the capture's opening, already subtracted."""
     closing_offset_ns: int = 0
@@ -52,7 +53,8 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     matched: int = 0
     """Number of collectives that the offset is based on."""
     note: str | None = None
-    """Reason why collectives did not improve the clock, or only in part; or the assumption about it."""
+    """Reason why collectives did not improve the clock, or only in part; or the assumption that was made
+    about the clock. None if there is neither."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +147,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):
-    """One counter of one process, of one thing that it samples."""
+    """One counter that one process samples of one thing."""
 
     process: int
     """Index in `Timeline.processes` of the process that sampled it."""
@@ -181,7 +183,9 @@ class EnginePasses(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> list[int]:
-        """The first row of each pass in `noted.served`, and the number of all rows at the end."""
+        """Number of the first row of each pass in `noted.served`. The last value is the number of
+        all rows.
+        """
         return list(accumulate(self.noted.passes.requests, initial=0))
 
 
@@ -214,8 +218,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
     taken: frozenset[str] | None = None
-    """Names of all trajectories that this step consumes. None if its calls of `consume` do not tell: there
-    are none, some are lost, or they name no trajectory that a span here names."""
+    """Names of all trajectories that this step consumes. None if that is unknown: there are no calls of
+    `consume`, some are lost, or no span here has a trajectory that they name."""
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
@@ -228,7 +232,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     earlier_files: tuple[str, ...] = ()
     """Recordings of earlier captures of the step, relative to its folder."""
     stalls: tuple[EngineStall, ...] = ()
-    """Stalls of engines for their own profilers: by replica, disjoint and in order."""
+    """Times in which replicas stalled for their own profilers, by replica; those of one replica are disjoint
+    and in order."""
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
     """(role, number) of replicas whose number is also that of a rollout replica, or of a replica whose role
     comes first by name."""
@@ -245,7 +250,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Numbers that the trainer logged for the step, under its own names. Empty if it logged none here."""
     states: tuple[ProcessState, ...] = ()
-    """The states of processes when a hang or a signal had the flight recorder write the step."""
+    """States of processes when the flight recorder wrote the step because of a hang or a signal. Empty
+    otherwise."""
 
     def since_opening_ns(self, span: Span) -> int | None:
         """Return the time from the opening to the span's start, or None if its process is unaligned."""

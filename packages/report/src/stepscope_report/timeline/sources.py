@@ -119,8 +119,8 @@ def _skim_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Spa
 
 
 def _leave_out_far(file: SpanFile, opened: ClockAnchor, closed: ClockAnchor | None) -> None:
-    """Leave out and count finished spans more than an hour from the capture, or before the span that they are
-    below. A program gives `span.add` any times.
+    """Leave out and count finished spans that end more than an hour from the capture, or begin more than an
+    hour before their parent. A program may give any times to `span.add`.
     """
     end_ns = _written_ns(file, opened) if closed is None else closed.mono_ns
     window = opened.mono_ns, end_ns
@@ -322,8 +322,8 @@ def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFi
 
 
 def _closed(part: ProcessPart, whole: Set[str]) -> ProcessPart:
-    """Return a process' part without things that wait for its closing: its span file shows that it closed its
-    capture.
+    """Return a process' part without the things that wait for the closing of its capture, because its span
+    file shows that the capture was closed.
 
     A full disk may have prevented the last update of the part.
 
@@ -350,7 +350,7 @@ def _problems(folder: Path, file: RecordFile, unowned: int | None) -> Iterator[F
     """Yield the problems of a file.
 
     Args:
-        unowned: Number of its lines, if nothing tells which process wrote them.
+        unowned: Number of the file's lines if the process that wrote them is unknown, else None.
     """
     name = f"{folder.name}/{file.path.name}"
     for what, lines in file.problems.items():

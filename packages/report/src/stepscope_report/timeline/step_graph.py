@@ -23,9 +23,11 @@ from stepscope_report.timeline.step.tree import cut_cycles, requests
 NOBODY = -1
 """The caller of roots, and of spans that nothing in this step waits for."""
 CLOSE_NS = 10_000_000
-"""The longest gap between a call and what follows from it, unless a twentieth of the call is longer."""
+"""Longest gap in ns between a call and what follows from it; or a twentieth of the call, if that is
+longer."""
 _TOGETHER_NS = 2_000_000
-"""The longest time between ends of calls that end together, unless a fiftieth of the longest is longer."""
+"""Longest time in ns between the ends of calls that end together; or a fiftieth of the time from the first
+begin to the last end, if that is longer."""
 
 
 def is_close(gap_ns: int, call_ns: int) -> bool:
@@ -34,7 +36,7 @@ def is_close(gap_ns: int, call_ns: int) -> bool:
 
 
 class Cluster(NamedTuple):
-    """Calls without a recorded caller that overlap. Before and after them none of their kind runs."""
+    """Calls without a recorded caller that overlap. Right before and after them, no other such call runs."""
 
     start_ns: int
     end_ns: int
@@ -323,8 +325,8 @@ class _Builder:
         return left
 
     def _waits(self, nodes: Sequence[int]) -> list[int]:
-        """Return the waits of these calls' main thread, in them or below them, with no call below, by their
-        ends.
+        """Return the waits of the main thread among these calls and those below them, if no call is below the
+        wait, by end.
         """
         thread = self._main_thread(nodes)
         process = self._spans[nodes[0]].process if nodes else None
@@ -441,7 +443,9 @@ class _Builder:
                 yield from (nodes for nodes in turns if self._turn(nodes).begins_apart)
 
     def _is_at_once(self, node: int, longest_ns: int) -> bool:
-        """Return whether a collective's span begins soon after its call, beside the length of the meeting."""
+        """Return whether a collective's span begins at most `longest_ns`, or `_TOGETHER_NS` if longer, after
+        its call.
+        """
         issued_ns = (self._spans[node].attrs or {}).get(ISSUED_NS, 0)
         return isinstance(issued_ns, int) and issued_ns <= max(_TOGETHER_NS, longest_ns)
 
@@ -463,8 +467,9 @@ class _Builder:
         """Return whether the calls of a stage wait for each other: none ends before the last has begun, and
         they end together.
 
-        On a busy host, and with work after the collective, each of them ends when it gets there. They end
-        together beside how far they began apart, in the turns that began further apart than such calls end.
+        On a busy host, or with work after the collective, each call ends when its process gets there. It is
+        then enough if the ends lie close together compared with the begins, in those turns whose begins were
+        further apart than the ends usually are.
         """
         usual_ns = median_low(turn.spread_ns for turn in turns)
         telling = [turn for turn in turns if turn.is_apart and turn.apart_ns >= 4 * usual_ns]

@@ -25,7 +25,7 @@ class Requests(msgspec.Struct, frozen=True):
     """Requests that received a token in the iteration."""
     prefill_tokens: int | None = None
     mixed: bool = False
-    """True if `prefills` counts requests of both kinds, because the engine does not separate them."""
+    """True if the engine does not separate prefills from decodes; `prefills` then counts both."""
 
 
 class Iteration(msgspec.Struct, gc=False):
@@ -34,7 +34,7 @@ class Iteration(msgspec.Struct, gc=False):
     start_us: float
     dur_us: float
     prefills: int
-    """Number of requests as in `Requests`; the fields below likewise."""
+    """The same as in `Requests`, like the fields below."""
     decodes: int
     prefill_tokens: int | None
     mixed: bool = False
@@ -52,7 +52,7 @@ class Operator(msgspec.Struct):
     below_us: float = 0.0
     """Part of the total that was spent in operators below it."""
     outer: bool = False
-    """True if it is a mark of `record_function` or a decorator, and no operator of a library."""
+    """True for a range of `record_function` or a decorator, False for an operator of a library."""
 
     @property
     def self_us(self) -> float:
@@ -91,7 +91,9 @@ class Stream(msgspec.Struct):
 
 
 class Peak(msgspec.Struct):
-    """The most memory that torch's allocator held of one device, as `profile_memory` recorded it."""
+    """The largest amount of one device's memory that torch's allocator held, as `profile_memory`
+    recorded it.
+    """
 
     device: str
     allocated_bytes: int
@@ -102,7 +104,7 @@ class Peak(msgspec.Struct):
 
 
 class ProfilerStep(msgspec.Struct):
-    """One step of torch's profiler on the CPU. Of what ran in its time, no instant counts twice."""
+    """One step of torch's profiler on the CPU. Each time but `idle` counts an instant at most once."""
 
     number: int
     start_us: float
@@ -112,7 +114,7 @@ class ProfilerStep(msgspec.Struct):
     exposed_us: float | None
     """Time of communication without computation, or None without a device."""
     loading_us: float
-    """Time in which the data loader was waited for."""
+    """Time in which the program waited for the data loader."""
     optimizer_us: float
     """Time in `Optimizer.step`, on the CPU."""
     forward_us: float | None = None
@@ -122,14 +124,14 @@ class ProfilerStep(msgspec.Struct):
     h2d_us: float | None = None
     """Time of copies from the host to a device, or None if the trace has none."""
     idle: dict[GapKind, float] = {}
-    """Time in which a device had nothing to run, by cause; devices are added up."""
+    """Time in which a device had nothing to run, by cause, summed over the devices."""
 
 
 class LabelTime(msgspec.Struct):
     """All ranges of one label within the same labels."""
 
     path: tuple[str, ...]
-    """Names of the labels around it, and its own, the outermost first."""
+    """Names of the surrounding labels and of the label itself, the outermost first."""
     count: int
     cpu_us: float
     busy_us: float | None
@@ -193,7 +195,7 @@ class SizedCalls(msgspec.Struct):
     best_us: float = float("inf")
     """Time of the fastest call."""
     nodes: int | None = None
-    """Number of the group's hosts, or None if the file does not say it; `group` then has no ranks."""
+    """Number of the group's hosts, for files whose `group` names no ranks; None for other files."""
 
     def add(self, us: float) -> None:
         self.count += 1
@@ -215,7 +217,7 @@ class TraceContent(msgspec.Struct, kw_only=True):
     operators_us: float
     """Time in which at least one operator ran on any thread."""
     waiting_us: float
-    """Time in which a collective on the CPU went on and no operator ran."""
+    """Time in which a collective ran on the CPU and no operator did."""
     kernels: list[Kernel]
     devices: list[Device]
     streams: list[Stream] = []
@@ -233,7 +235,8 @@ class TraceContent(msgspec.Struct, kw_only=True):
     flops: Flops = msgspec.field(default_factory=Flops)
     """The FLOPs of matrix products and attention; empty where the trace has no shapes."""
     steps: list[ProfilerStep] = []
-    """The steps of the program, if it told torch's profiler, or if an optimizer or a range tells them."""
+    """The steps of the program, from torch's profiler, a named range, or the optimizer's calls. Empty if
+    there are none."""
     gaps: list[DeviceGaps] = []
     """Gaps of the devices by cause, the longest total first."""
     labels: list[LabelTime] = []

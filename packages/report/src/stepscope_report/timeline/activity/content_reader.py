@@ -1,10 +1,10 @@
 """Operators, kernels, devices, engine iterations and memory of one torch trace.
 
-It is read in one pass, or in two if a thread's operators are not in the order of their starts.
+The file is read in one pass, or in two if a thread's operators are not in the order of their starts.
 
-It is fast because typed decoding skips `args`, except the shapes if a trace has them. Memory holds one
-block of the file, a record for each name and shapes, 16 bytes for each interval of device or operator time,
-and 20 to 24 bytes for each operator, label, function and kernel.
+It is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if a trace has
+them. Memory holds one block of the file, a record for each name and shapes, 16 bytes for each interval of
+device or operator time, and 20 to 24 bytes for each operator, label, function and kernel.
 
 One file above 500 lines: the shapes of events, and what each of them counts as, are read together.
 
@@ -73,7 +73,7 @@ DEVICE = frozenset(
         "communication",
     )
 )  # fmt: skip
-"""Categories of what a device did. `communication` comes from readers of other formats."""
+"""Categories of a device's work. `communication` comes from readers of other formats."""
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
 _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
 """Names of copies from the host: Kineto's, ROCm's and those of nsys."""
@@ -84,7 +84,7 @@ _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
 _SIZES = 4096
-"""Number of collectives of different groups and sizes that one trace keeps."""
+"""Largest number of collectives of different groups and sizes that are kept of one trace."""
 _ALL = float("-inf"), float("inf")
 _BESIDE = 0.002
 """Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
@@ -107,7 +107,7 @@ def read_trace(
 
     Args:
         step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
-        within: The first and the last time in us of which events are read, or None for all.
+        within: The first and the last time in us between which events are read, or None to read all.
     """
     content, unordered = _read(path, frozenset(), None, on_read, step_mark, within)
     near = None if is_short(content.first_us, content.last_us) else _near(path)
@@ -121,7 +121,7 @@ def is_short(first_us: float | None, last_us: float | None) -> bool:
 
 
 def _near(path: Path) -> tuple[float, float]:
-    """Return the times that are believed of a trace."""
+    """Return the first and the last time in us that are believed in a trace."""
     hours = Hours()
     trace = ChromeTrace(path)
     trace.read(Reading(trace.notes, frozenset()).parse, lambda events: hours.add(starts(events)))
@@ -140,7 +140,7 @@ def nothing_read(why: str) -> TraceContent:
 
 
 class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    """A slice (phase X) of a Chrome trace. Of a device event, `pid` is the device's number."""
+    """A slice (phase X) of a Chrome trace. In an event of a device, `pid` is the device's number."""
 
     name: str = ""
     cat: str = ""
@@ -169,8 +169,8 @@ _Id: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=10**15)]
 
 
 class _Facts(msgspec.Struct, gc=False):
-    """Facts that an event states: of a device, or of a call into its runtime, and those by which `Links`
-    judges operators and waits. A number is -1 if it is not stated.
+    """Fields of an event's `args`: about a device or a call into its runtime, and those by which `Links`
+    judges operators and waits. A number that is not stated is -1, but `node` is 0.
     """
 
     device: _Id = -1
@@ -200,7 +200,7 @@ class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
 
 
 class _Odd(Complete, tag_field="ph", tag="X", gc=False):
-    """A slice of which an argument has another type."""
+    """A slice with an argument of an unexpected type."""
 
     args: msgspec.Raw = msgspec.Raw()
 
@@ -220,12 +220,14 @@ def _facts(event: Complete) -> _Facts:
 
 
 def _all_facts(events: Sequence[Any]) -> list[_Facts]:
-    """Return the facts of events. Those of the usual type take a quarter of the time of a call."""
+    """Return the facts of events. Events of the usual type are handled here, in a quarter of the time of a
+    call.
+    """
     return [event.args or _NOTHING_SAID if type(event) is _Stated else _facts(event) for event in events]
 
 
 def _readable(args: msgspec.Raw) -> _Facts:
-    """Return the arguments of the right types."""
+    """Return the facts from the arguments that have the right types."""
     facts = _Facts()
     with suppress(msgspec.DecodeError):
         for name, raw in _raw_fields(args).items():
@@ -264,8 +266,8 @@ _unused = [phase for phase in _phases if phase.__struct_config__.tag not in ("b"
 
 
 def _events(slices: type[Complete]) -> Any:
-    """Return a decoder of events. Their type is made at run time: events of other phases become structs
-    without a field.
+    """Return a decoder of events. The type of an event is made at run time, so that events of unused phases
+    become structs without a field.
     """
     event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End)
     return msgspec.json.Decoder(list[event], strict=False).decode
@@ -350,7 +352,7 @@ class Reading:
         self._nesting = Nesting()
         self._tracks: dict[tuple[int | str, int | str, int], _Track] = {}
         self._known_frames: dict[str, int] = {}
-        """Numbers of the functions that are no garbage collection and no module."""
+        """Numbers of the functions, except garbage collections and modules."""
         self._known: dict[str, tuple[int, Operator, bool]] = {}
         """{name of an operator without shapes: (its number, the operator, whether the backward runs it)}"""
 
@@ -394,8 +396,8 @@ class Reading:
         return inside and self._near[0] <= start and start + dur <= self._near[1]
 
     def _cut(self, events: Iterable[Event], within: Pair) -> Iterator[Event]:
-        """Yield what lies within a time: of events that reach beyond it, the part inside. The others may be
-        causes of gaps inside.
+        """Yield the events within a time. An event that reaches beyond is cut to the part inside; an event
+        outside is kept only as a possible cause of gaps inside.
         """
         first, last = within
         for event in events:
@@ -410,7 +412,7 @@ class Reading:
                 yield event
 
     def _tell_host(self, event: Complete) -> None:
-        """Add an event to what explains gaps alone."""
+        """Keep an event only to explain gaps."""
         name, start, dur, host = event.name, event.ts, event.dur, self._host
         if event.cat in DEVICE:
             facts = _facts(event)
@@ -471,7 +473,9 @@ class Reading:
             self._operators(*self._believed(others))
 
     def _believed(self, events: list[Complete]) -> tuple[list[Complete], list[float], list[float]]:
-        """Return slices of which the times are believed, with their starts and ends. Others are counted."""
+        """Return the slices whose times are believed, with their starts and ends. The others are counted as
+        problems.
+        """
         starts_us, durs = [event.ts for event in events], [event.dur for event in events]
         ends = list(map(add, starts_us, durs))
         first, last = self._near
@@ -491,7 +495,7 @@ class Reading:
     def _operators(
         self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]
     ) -> None:
-        """Add operators and what nests with them."""
+        """Add operators, and the ranges that nest with them."""
         backward: list[Complete] = []
         nesting = self._nesting
         still, slices = nesting.open, Slices()
@@ -506,7 +510,7 @@ class Reading:
                 continue
             known = known_of(event.name)
             if known is None or type(event) is shaped:
-                if begins:  # it is added at once, and slices stay in the order of the file
+                if begins:  # `_operator` adds at once, and slices stay in the file's order
                     slices.extend(begins, until, numbers)
                     begins, until, numbers = [], [], []
                 self._operator(event)
@@ -531,7 +535,7 @@ class Reading:
             if start < nesting.last:
                 self.unordered.add((pid, tid))
             nesting.last = start
-            # The same as `_nest`, of which the call would take a tenth of the time.
+            # The same as `_nest`, inlined: the call would take a tenth of the time.
             operator.count += 1
             operator.total_us += dur
             if dur > operator.max_us:
@@ -744,8 +748,8 @@ class Reading:
             self._launches.ran(correlations, starts_us)
 
     def _track(self, pid: int | str, tid: int | str, device: int) -> _Track:
-        """Return where the work of one track of a device is added."""
-        key = pid if device < 0 else device  # merged files have pids of their own
+        """Return the track that a device's work is added to, and remember it."""
+        key = pid if device < 0 else device  # in merged files the pid is not the device's number
         track = _Track(stream_number(tid), self._launches.stream((pid, tid)), (key, tid))
         self._tracks[pid, tid, device] = track
         return track
@@ -789,7 +793,7 @@ class Reading:
         iteration = iteration_of(event.name, event.ts, event.dur)
         if iteration is not None:
             self.iterations[event.cat, event.pid, event.tid].append(iteration)
-        elif event.cat != "gpu_user_annotation":  # which repeats a range, where its kernels ran
+        elif event.cat != "gpu_user_annotation":  # such an event repeats a range
             self.seen(event.ts, event.ts + event.dur)
             self._steps.add(event.name, event.ts, event.dur)
             self._name_range(event)
@@ -802,7 +806,7 @@ class Reading:
             self._host.operator(operator, event.ts, event.dur, thread)
             return
         self._host.mark(event.name, event.ts, event.dur)
-        if event.cat in _OPERATORS:  # as of `_RecordFunctionFast`
+        if event.cat in _OPERATORS:  # a range written as an operator, as by `_RecordFunctionFast`
             self._steps.add(event.name, event.ts, event.dur)
         self._labels.add(name, event.ts, event.dur, thread)
 
@@ -841,7 +845,7 @@ class Reading:
         if self._within is not None:
             self.seen(*self._within)
         steps = self._steps.finish(map(_stretches, self.devices.values()))
-        self.devices.clear()  # gaps take the memory of what is no longer needed
+        self.devices.clear()  # free memory before the gaps need some
         self._launches = Launches()
         gaps = self._host.gaps(self.first, self.last)
         if self._within is not None:
@@ -883,8 +887,8 @@ class Reading:
         )
 
     def _iterations(self) -> list[Iteration]:
-        """Return the iterations of one track: those on the device if there are any, because their durations
-        are real.
+        """Return the iterations of one track, preferably of a device's track, because durations there are
+        real.
         """
 
         def worth(key: tuple[str, int | str, int | str]) -> tuple[bool, int, str]:

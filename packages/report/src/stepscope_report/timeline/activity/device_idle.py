@@ -31,9 +31,9 @@ GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 
 `synchronisation`: a call waited until the device had run all that was queued. `copies`: the program was in a
 call that copies. `collective`: in a collective on the CPU. `slow launches`: operators ran on the CPU, which
-launched more slowly than the device ran. `no operator`: none ran. `queued`: the next kernel was launched
-before, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not recorded.
-`edges`: before the first and after the last kernel of the recording."""
+launched more slowly than the device ran. `no operator`: no operator ran. `queued`: the next kernel was
+launched before, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not
+recorded. `edges`: before the first and after the last kernel of the recording."""
 ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 """Causes that HolisticTraceAnalysis calls `host_wait`."""
 
@@ -64,9 +64,9 @@ _NOT_OURS = re.compile(
 SOON_US = 1.0
 """Time in us by which a call may seem to end before the kernel that it waited for."""
 _WAITS = 64
-"""Number of waits for streams that are compared with kernels."""
+"""Largest number of waits for streams that are compared with kernels."""
 KEPT = 64
-"""Number of rows of a trace; further ones are added up by cause."""
+"""Largest number of rows of one trace. Further rows are added up by cause."""
 OTHERS = "others"
 
 
@@ -96,7 +96,7 @@ class DeviceKernels:
         self.streams = array("q")
         """Number of the stream of each kernel, or -1."""
         self.talks = bytearray()
-        """1 for each kernel that communicates."""
+        """For each kernel, 1 if it communicates, else 0."""
 
     def extend(self, columns: Sequence[Sequence[Any]]) -> None:
         """Add kernels: their starts, ends, correlations, numbers of streams, and whether they communicate."""
@@ -134,7 +134,9 @@ def _kind_of(call: str) -> GapKind | None:
 
 
 class Host:
-    """Calls of threads and kernels of devices: kept while a trace is read, judged at its end."""
+    """Calls of threads and kernels of devices. They are collected while a trace is read; `gaps`
+    judges them.
+    """
 
     def __init__(self) -> None:
         self.names = Names()
@@ -144,7 +146,7 @@ class Host:
         self._operators: dict[int, Slices] = defaultdict(Slices)
         self._launched, self._launched_by = Starts(), Starts()
         self._launcher: int | None = None
-        """The thread of the first call. `_launched_by` has the other threads alone."""
+        """The thread of the first call. `_launched_by` holds only the calls of other threads."""
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self._syncs: list[tuple[float, float, int, int]] = []
         """(end, start, thread, name)."""
@@ -160,7 +162,9 @@ class Host:
     def launched(
         self, correlations: Sequence[int], starts_us: Sequence[float], threads: Sequence[int]
     ) -> None:
-        """Add times and threads of calls into the runtime of a device, by their correlations, or -1."""
+        """Add the times and threads of calls into a device's runtime. A correlation is -1 if the call has
+        none.
+        """
         self._launched.extend(correlations, starts_us)
         if self._launcher is None:
             self._launcher = next(iter(threads), None)
@@ -296,13 +300,13 @@ class Host:
         return gaps
 
     def _place(self, thread: int, gaps: Gaps, order: Sequence[int]) -> None:
-        """Add the operators, calls and lines that were open in the causes of the gaps of one thread, or of no
-        known one. `order` has the gaps' numbers by time.
+        """Set the call and the place of each gap that a thread caused, from what was open at the gap's cause.
+        The thread is -1 if it is unknown; `order` has the numbers of its gaps by time.
         """
         names, texts, calls = self.names, gaps.texts, gaps.calls
         for number, around in gaps.open_in(self._operators.get(thread), order, (_SYNCHRONISATION,)):
             calls[number] = texts.number(f"{texts[calls[number]]} in {names[_outermost(around, names)]}")
-        for kind, slices in self._calls.items():  # the call that covers most of a gap's middle
+        for kind, slices in self._calls.items():  # the innermost call at the middle of the gap's cause
             for number, around in gaps.open_in(slices, order, (_NUMBERS[kind],)):
                 calls[number] = texts.number(names[around[-1][1]])
         lines: dict[tuple[int, ...], int] = {}
@@ -314,7 +318,9 @@ class Host:
             gaps.places[number] = line
 
     def _line(self, stack: Sequence[tuple[float, int]]) -> str:
-        """Return the innermost frame of the user's code, else of any."""
+        """Return the innermost frame of the user's code, else the innermost frame of any file, else an empty
+        text.
+        """
         frames = [self.names[name] for _, name in reversed(stack)]
         files = [frame for frame in frames if _FILE.fullmatch(frame)]
         own = next((frame for frame in files if not _NOT_OURS.match(frame)), None)
@@ -322,8 +328,8 @@ class Host:
 
 
 class Gaps:
-    """Times in which a device ran nothing, up to the kernel that ends each, with their causes: in 33 bytes
-    each.
+    """Times in which a device ran nothing, each up to the kernel that ends it, with their causes. A gap takes
+    33 bytes.
     """
 
     def __init__(self) -> None:
@@ -338,17 +344,20 @@ class Gaps:
         """Numbers of `DeviceGaps.call` and `DeviceGaps.place` in `texts`."""
 
     def adders(self) -> tuple[Callable[[Any], None], ...]:
-        """Return functions that add a start, an end, `at` and a kind: one of each for each gap."""
+        """Return four functions that append the start, the end, `at` and the kind of a gap. Call each once
+        for a gap.
+        """
         columns = self.starts, self.ends, self.at, self.kinds
         return tuple(column.append for column in columns)
 
     def open_in(
         self, slices: Slices | None, order: Sequence[int], kinds: Container[int]
     ) -> Iterator[tuple[int, list[tuple[float, int]]]]:
-        """Yield the numbers of the gaps of some kinds with what was open in their causes, if anything was.
+        """Yield (number of a gap, slices open at its cause) for gaps of some kinds at which any slice was
+        open.
 
         Args:
-            order: The numbers of gaps by `at`.
+            order: The numbers of the gaps, ascending by `at`.
         """
         if slices is None:
             return
@@ -358,7 +367,7 @@ class Gaps:
                 yield number, still
 
     def end_by(self, last: float) -> None:
-        """Leave out what is after a time."""
+        """Cut the gaps at a time: leave out later gaps, and shorten a gap that reaches beyond."""
         kept = [number for number, start in enumerate(self.starts) if start < last]
         columns: list[array[Any]] = [self.starts, self.ends, self.at, self.kinds, self.calls, self.places]
         for column in columns:
@@ -433,7 +442,9 @@ class _Judge:
         return _SLOW if ran > half else _NO_OPERATOR, by, middle, ""
 
     def _sync(self, start: float, until: float) -> tuple[float, float, int, int] | None:
-        """Return the call that waited when the device became idle, and ended before the next launch."""
+        """Return the call that synchronised when the device became idle and that ended before the next
+        launch, or None.
+        """
         for at in range(bisect_left(self._ends, start - SOON_US), len(self._syncs)):
             sync = self._syncs[at]
             if sync[0] > until + SOON_US:

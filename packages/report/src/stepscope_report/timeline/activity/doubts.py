@@ -23,27 +23,28 @@ UNRECORDED = "waits for a CUDA event whose record is not known, or is later than
 NO_SIZES = "collectives without their group, type or size: bandwidths lack them"
 SHARED_NUMBER = "numbers of the forward pass that several operators of the backward pass share"
 LINKS = frozenset({UNRECORDED, NO_SIZES, SHARED_NUMBER})
-"""The validator's other rules: links between events are wrong, on which no time depends."""
+"""The validator's other rules. They find wrong links between events, on which no time depends."""
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
 NEVER = float("inf")
-"""Start of an id that has none."""
+"""Start that is given for an id without one."""
 _FEW = 10
-"""Number of events up to which the edges of a recording explain missing ones."""
+"""Largest number of missing events that the edges of a recording explain."""
 _SHARE = 20
-"""A twentieth of the launches is a doubt; fewer may be those whose kernels ran after the recording ended."""
+"""More than one bad event in this many is a doubt. Fewer kernels may be lost because they ran after the
+recording ended."""
 _EARLY_US = 10.0
 _OVERLAP = 10
-"""A tenth of a stream's time in which two kernels run is a doubt: a kernel may begin early, at the end of the
-one before."""
+"""A stream is doubted if more than one part in this many of its time has two kernels at once. A kernel may
+begin a little early, at the end of the one before."""
 
 
 _RECORD = re.compile(r"cudaEventRecord(WithFlags)?(_ptsz)?")
 
 
 class Starts:
-    """The first start by id, in 8 bytes an id: ids are nearly consecutive."""
+    """The earliest start of each id, in 8 bytes an id, because ids are nearly consecutive."""
 
     def __init__(self) -> None:
         self._pages: dict[int, array[float]] = {}
@@ -57,7 +58,7 @@ class Starts:
             page[at] = start_us
 
     def extend(self, numbers: Iterable[int], starts_us: Iterable[float]) -> None:
-        """Add the starts of ids, but for negative ones."""
+        """Add the starts of ids. Negative ids are ignored."""
         first, page = -2 * _PAGE, array("d")
         for number, start_us in zip(numbers, starts_us, strict=True):
             at = number - first
@@ -104,7 +105,9 @@ class Starts:
 
 
 class Stream:
-    """The kernels of one stream, in runs in the order of their starts: CUPTI's buffers come in any order."""
+    """Overlaps of the kernels of one stream. Kernels are added in runs, each in the order of starts, because
+    CUPTI's buffers come in any order.
+    """
 
     __slots__ = ("begun", "busy_us", "end_us", "last_us", "overlap_us", "overruns")
 
@@ -112,7 +115,7 @@ class Stream:
         self.busy_us = self.overlap_us = 0.0
         self.end_us = self.last_us = -NEVER
         self.begun = 0
-        """Number of kernels that began while the one that ends last ran."""
+        """Number of kernels that began while the kernel with the latest end ran."""
         self.overruns = 0
 
     def extend(self, starts_us: Iterable[float], durs_us: Iterable[float]) -> None:
@@ -132,15 +135,16 @@ class Stream:
 
 
 class Links:
-    """Links between events, by the numbers that these state, as torch's validator checks them.
+    """Links between events by the numbers in them, checked as torch's validator does.
 
-    Sequence numbers count in each thread of the forward pass, which the validator leaves out.
+    Sequence numbers are counted in each thread of the forward pass separately, which the validator ignores.
     """
 
     def __init__(self) -> None:
         self._recorded = Starts()
         self._waits = array("d")
-        """The moment and the awaited record (-1 if it is not said) of each wait in turn."""
+        """Time in us of each wait and correlation of the record that it waits for (-1 if not stated), in
+        turn."""
         self._calls = self._without = 0
         self._names: dict[str, int] = {}
         self._backward: dict[int, Starts] = defaultdict(Starts)
@@ -156,7 +160,7 @@ class Links:
         self._waits.extend((start_us, -1 if record is None else record))
 
     def collective(self, *, complete: bool) -> None:
-        """Add a collective. `complete`: it states its kind, group, type and sizes."""
+        """Add a collective. `complete` is True if the collective states its kind, group, type and sizes."""
         self._calls += 1
         self._without += not complete
 
@@ -175,8 +179,8 @@ class Links:
                 of_thread.add(sequence, own if known is None else -1)
 
     def doubts(self) -> Iterator[tuple[str, int]]:
-        """Yield each doubt with its number of events. At a recording's edges records may lack, and torch
-        before 2.2 states no sizes at all.
+        """Yield each doubt with its number of events. Two things are no doubt: a few records that are missing
+        at a recording's edges, and that torch before 2.2 states no sizes.
         """
         unrecorded = 0
         for at in range(0, len(self._waits), 2):
@@ -197,7 +201,7 @@ def _add_some(
     starts_us: Sequence[float],
     correlations: Sequence[int],
 ) -> None:
-    """Add the calls of one kind."""
+    """Add the starts of the calls whose names are of one kind."""
     different = set(names)
     own = set(filter(kind, different))
     if len(own) == len(different):
@@ -234,7 +238,7 @@ class Launches:
         _add_some(self._called, _is_launch, names, starts_us, correlations)
 
     def ran(self, correlations: Sequence[int], starts_us: Sequence[float]) -> None:
-        """Add work of devices, by its correlations."""
+        """Add the starts of work on devices, by correlation."""
         self._ran.extend(correlations, starts_us)
 
     def stream(self, stream: tuple[int | str, int | str]) -> Stream:

@@ -27,7 +27,8 @@ _COMMUNICATION = re.compile(
     r"|cross_device_reduce|multimem_|nvshmem|quickreduce|deep_ep::int(er|ra)node|(one|two)_shot_)",
     re.IGNORECASE,
 )
-"""NCCL, RCCL, MSCCL, HCCL; kernels of vLLM, SGLang, flashinfer, DeepEP and torch's symmetric memory."""
+"""Names of communication: NCCL, RCCL, MSCCL, HCCL; kernels of vLLM, SGLang, flashinfer, DeepEP and torch's
+symmetric memory."""
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
@@ -140,8 +141,8 @@ def _of_sglang(name: str) -> Requests | None:
 
 
 def is_range(name: str) -> bool:
-    """Return whether what a trace calls an operator is a range of the program: `_RecordFunctionFast`, and all
-    ranges before torch 1.12, are written like operators.
+    """Return whether an event that a trace calls an operator is a range of the program: ranges of
+    `_RecordFunctionFast`, and all ranges before torch 1.12, are written like operators.
     """
     return "::" not in name and _OF_TORCH.fullmatch(name) is None
 

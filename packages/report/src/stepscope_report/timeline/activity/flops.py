@@ -1,7 +1,7 @@
 """Floating-point operations of a torch trace: matrix products and attention, from the shapes of their inputs.
 
-torch writes shapes into a trace (`record_shapes`, `with_flops`), and never its own figures of `with_flops`.
-Formulas: those of `torch.utils.flop_counter`. A multiplication and an addition are two operations.
+torch writes shapes into a trace (with `record_shapes` or `with_flops`), but never the FLOPs that it counts
+itself. Formulas: those of `torch.utils.flop_counter`. A multiplication and an addition are two operations.
 """
 
 from __future__ import annotations

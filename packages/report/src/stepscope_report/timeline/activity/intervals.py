@@ -75,7 +75,9 @@ class Stretches:
 
 
 class Cover:
-    """Collector of intervals, in 16 bytes each. One that touches the latest interval takes no memory."""
+    """Collector of intervals, in 16 bytes each. An interval that touches the latest one takes no further
+    memory.
+    """
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
@@ -148,7 +150,9 @@ def length(pairs: Iterable[Pair]) -> float:
 
 
 def packed(typecode: str, values: Sequence[float]) -> bytes:
-    """Return numbers as an array has them, in a third of the time in which it takes them one by one."""
+    """Return the bytes of numbers in an array, in a third of the time that an array needs to take them one by
+    one.
+    """
     return struct.pack(f"{len(values)}{typecode}", *values)
 
 
@@ -159,7 +163,7 @@ def unpacked(flat: Iterable[float]) -> Iterator[Pair]:
 
 
 class Names:
-    """Numbers of names, in the order in which the names come."""
+    """Assigns numbers to names, in the order in which the names come."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -222,7 +226,7 @@ class Slices:
     def open_at(self, points: Iterable[float]) -> Iterator[list[tuple[float, int]]]:
         """Yield what is open at each of the ascending points: (end, name), the innermost one last.
 
-        The list changes with the next point.
+        The yielded list is changed for the next point.
         """
         still: list[tuple[float, int]] = []
         rest = iter(self)
@@ -246,10 +250,11 @@ class Covered:
         flat = flat_union(ascending)
         self.starts, self.ends = flat[::2], flat[1::2]
         self.before = array("d", [0.0])
-        """Covered time before each stretch, and at last all of it."""
+        """Covered time before each stretch. The last value is the whole covered time."""
         self.before.extend(accumulate(map(sub, self.ends, self.starts)))
         self._near = 0
-        """Number of a stretch near the latest interval: intervals are asked mostly in their order."""
+        """Number of a stretch near the last interval that was looked up, because most look-ups come in order
+        of time."""
 
     def within(self, start: float, end: float) -> float:
         """Return how much of an interval is covered."""

@@ -12,8 +12,8 @@ from stepscope_report.timeline.activity.event_names import is_range
 from stepscope_report.timeline.activity.intervals import CHUNK
 
 KEPT = 4096
-"""Number of operators with different shapes that one trace keeps. Further shapes are counted together, and
-further marks."""
+"""Largest number of operators with different shapes that are kept of one trace. Further shapes are counted
+together, and so are further marks."""
 OTHERS, OTHER_MARKS = "other shapes", "other marks"
 NONE = b"[]"
 """Shapes of an operator without inputs."""
@@ -22,9 +22,9 @@ _TEXT = 160
 _SEPARATOR = "\0"
 _MARK = "\1"
 _STEP = re.compile(r"ProfilerStep#\d+")
-"""One name for all steps of torch's profiler, as torch's own tables have it."""
+"""Names of the steps of torch's profiler, which count under one name, as in torch's own tables."""
 _SEQ, _OP_ID = ", seq = ", ", op_id = "
-"""Text behind the names of operators as `torch.autograd.profiler.emit_nvtx` writes them, as ranges."""
+"""Text after the name of an operator in a range of `torch.autograd.profiler.emit_nvtx`."""
 
 
 def operator_key(name: str, dims: bytes, known: Container[str], number: int) -> str:
@@ -32,7 +32,7 @@ def operator_key(name: str, dims: bytes, known: Container[str], number: int) -> 
 
     Args:
         dims: The shapes as the trace has them, in JSON.
-        known: The keys so far, of which there are `number`.
+        known: The keys so far; `number` is how many there are.
     """
     shapes = bytes(dims)
     if shapes == NONE:
@@ -55,11 +55,11 @@ def _operator_of(name: str) -> str | None:
 
 
 def mark_key(name: str, known: Container[str], number: int) -> str:
-    """Return the key of a range of the user, which may have an operator's name. A range of `emit_nvtx` is an
-    operator.
+    """Return the key of a range of the user, which differs from that of an operator with the same name. A
+    range of `emit_nvtx` has the key of its operator.
 
     Args:
-        known: The keys so far, of which there are `number`.
+        known: The keys so far; `number` is how many there are.
     """
     named = mark_name(name)
     if named is None:
@@ -109,7 +109,7 @@ class Unordered:
 
 
 class Nesting:
-    """Operators of one thread that have begun and are not known to have ended."""
+    """Operators of one thread that have begun and may not have ended yet."""
 
     __slots__ = ("last", "later", "open")
 
@@ -117,4 +117,4 @@ class Nesting:
         self.last = float("-inf")
         self.open: list[tuple[float, Operator]] = []
         self.later: Unordered | None = None
-        """All operators of the thread, if they must be sorted first."""
+        """All operators of the thread if they must be sorted first, else None."""

@@ -32,7 +32,8 @@ from stepscope_report.timeline.activity.intervals import (
 _KEPT = 256
 """Number of labels of a trace that are kept, those with the most time."""
 _MOST_LABELS = 4096
-"""Number of labels by path that are told apart; a deeper one counts to the label around it."""
+"""Largest number of labels that are told apart by path. Any further label counts as part of the label around
+it."""
 MODULE = "nn.Module: "
 """Beginning of the names that torch gives modules where it records stacks."""
 _ROOT = 0
@@ -202,14 +203,14 @@ class ProfilerSteps:
         """Args: mark: Name of the ranges that are steps, with `*` and `?` for any characters, or None."""
         self._mark = mark
         self._ends: dict[str, list[Pair]] = defaultdict(list)
-        """Steps of each optimizer."""
+        """{name of an optimizer's step: its calls}."""
         self._forward, self._backward, self._h2d = Cover(), Cover(), Cover()
         self._steps: list[tuple[int, Pair]] = []
         self._loading: list[Pair] = []
         self._optimizer: list[Pair] = []
 
     def add(self, name: str, start_us: float, dur_us: float) -> None:
-        """Add a range of the user, whatever its name is."""
+        """Add a range of the user. Its name decides whether it counts, and as what."""
         step, pair = _STEP.fullmatch(name), (start_us, start_us + dur_us)
         if self._mark is not None and fnmatchcase(name, self._mark) and len(self._steps) < _MOST_RANGES:
             self._steps.append((-1, pair))
@@ -234,7 +235,9 @@ class ProfilerSteps:
         self._h2d.add(start_us, start_us + dur_us)
 
     def _numbered(self) -> list[tuple[int, Pair]]:
-        """Return the steps with their numbers; those without a number count from 0."""
+        """Return (number, times) of the steps. Steps without numbers count from 0; those between an
+        optimizer's calls, from 1.
+        """
         if self._steps:
             ordered = sorted(self._steps, key=lambda step: step[1])
             return [(at if number < 0 else number, pair) for at, (number, pair) in enumerate(ordered)]
@@ -244,7 +247,9 @@ class ProfilerSteps:
         return list(enumerate(pairwise(end for _, end in sorted(calls)), 1))
 
     def finish(self, devices: Iterable[Mapping[Work, Stretches]]) -> list[ProfilerStep]:
-        """Return the steps in their order. `devices` has what each device did."""
+        """Return the steps in their order. `devices` has the times in which each device worked, by kind of
+        work.
+        """
         steps = self._numbered()
         if not steps:
             return []

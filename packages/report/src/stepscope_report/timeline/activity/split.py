@@ -1,8 +1,8 @@
 """Operators and kernels of traces of the whole step, by the stage in which they began.
 
-A stage is the phase of an engine's iteration, else a span of the process: of those that are open, the
-one that began last. Spans that only wait own nothing. A kernel belongs to the stage in which it began on
-the device, which may be after its call.
+A stage is the phase of an engine's iteration, or else the open span of the process that began last. Spans
+that only wait do not count. A kernel belongs to the stage in which it began on the device, which may be after
+its call.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _innermost(stages: Sequence[_Stage]) -> Iterator[_Stretch]:
 
 def _read(path: Path, stretches: Sequence[_Stretch]) -> dict[Label | None, TraceContent]:
     contents, unordered = _split(path, stretches, frozenset())
-    # As `read_trace`: threads whose operators are not in order are sorted.
+    # As in `read_trace`, threads whose operators are not in order are sorted.
     return _split(path, stretches, unordered)[0] if unordered else contents
 
 

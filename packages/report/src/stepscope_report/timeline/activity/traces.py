@@ -87,7 +87,7 @@ def read_all(
     Args:
         digests: Holds the content of traces that were read before; the content of the others is added.
         step_mark: The same as in `read_trace`.
-        within: The times of which files are read, the same as in `read_trace`.
+        within: {file: the times between which it is read, as in `read_trace`}.
     """
     contents = {} if digests is None else _kept(traces, digests, on_read)
     missing = [trace for trace in traces if trace.path not in contents]
@@ -166,15 +166,16 @@ class ProcessContent(msgspec.Struct, kw_only=True):
     """Activity of one process in a recording."""
 
     pid: int | None
-    """One of `Origin.processes`, or None for the recorded process."""
+    """Pid of the process, one of `Origin.processes`, or None for the recorded process."""
     content: TraceContent
-    """`base_ns` is the time of the file at which its times begin, or None if its clock is unknown."""
+    """The activity. `base_ns` is the time at which its times begin, on the file's clock, or None if that
+    clock is unknown."""
 
 
 def _read_recording(
     reader: Reader, file: FoundFile, step_mark: str | None = None, within: Pair | None = None
 ) -> list[ProcessContent]:
-    """Read a recording. One that cannot be read raises no exception; see `TraceContent.problems`."""
+    """Read a recording. A recording that cannot be read raises no exception; see `TraceContent.problems`."""
     contents = _Contents(reader, file, {}, None, step_mark, within)
     near = None if contents.is_short() else contents.hours.near()
     unordered = {pid: frozenset(reading.unordered) for pid, reading in contents.readings.items()}
@@ -326,7 +327,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None
     """The stage that the snapshot covers; None if it covers the whole capture."""
     oom: bool
-    """True if it was taken because CUDA was out of memory."""
+    """True if the snapshot was taken because CUDA was out of memory."""
     summary: MemorySummary
     ahead_ns: int
     """Time by which the process' wall clock, which the summary uses, is ahead of the owner's."""
@@ -366,7 +367,7 @@ def load_traces(
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
     files = find_traces(layout, timeline.run_id, without, elsewhere)
     contents = read_all(files.traces, on_read, executor, Digests(layout) if digests else None)
-    return place_traces(files._replace(problems=[]), contents, timeline)  # the timeline has those
+    return place_traces(files._replace(problems=[]), contents, timeline)  # the timeline lists these problems
 
 
 class _Placed(NamedTuple):
@@ -382,7 +383,7 @@ class _Placed(NamedTuple):
 def place_traces(
     files: StepFiles, contents: Sequence[Sequence[ProcessContent]], timeline: Timeline
 ) -> Traces:
-    """Place what each of `files.traces` holds on the timeline's clock."""
+    """Return the contents of each of `files.traces` placed on the timeline's clock."""
     rows, problems = Rows(timeline, axis_of(timeline)), [*files.problems, *_problems(files.traces, contents)]
     placed = list[_Placed]()
     for trace, held in zip(files.traces, contents, strict=True):

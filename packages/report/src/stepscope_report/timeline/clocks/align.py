@@ -17,10 +17,11 @@ from stepscope_report.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
-"""A wall clock was set if it gains more than this and more than `_JUMP_NS`: kernels slew clocks by at most
-500 ppm."""
+"""A wall clock counts as set if it gains more than this rate and more than `_JUMP_NS`: kernels slew clocks by
+at most 500 ppm."""
 _MOST_SAMPLES = 8
-"""Number of outermost samples used of a clock that was set. Each may be from before or after the jump."""
+"""Number of samples that are used of a clock that was set: half of them the first ones, half the last ones.
+Each may be from before or after the jump."""
 WANDER_PPM = (0, 1, 15)
 """Deviations from a steady drift that are tried in turn, in ppm of the step's length, up to PHI of RFC
 5905."""
@@ -32,7 +33,7 @@ _Corner = tuple[float, float]
 
 
 class Line(NamedTuple):
-    """Lead of a wall clock over another: it changes steadily between two times of that clock."""
+    """Lead of one wall clock over another. It changes steadily between two times on the first clock."""
 
     first_ns: int
     last_ns: int
@@ -45,7 +46,7 @@ class Line(NamedTuple):
         return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // lasted_ns
 
     def inverse(self, first_ns: int, last_ns: int) -> Line:
-        """Return the lead of the other clock over this one, by times that the other shows."""
+        """Return the lead of the other clock over this one, between two times on the other clock."""
         return Line(first_ns, last_ns, -self._of_other(first_ns), -self._of_other(last_ns))
 
     def then(self, other: Line) -> Line:
@@ -82,8 +83,8 @@ class _Fit(NamedTuple):
 class Band:
     """The (value at 0, value at 1) of every line that fits all bounds so far: a convex polygon.
 
-    Whatever the number of bounds, only its corners are kept. Values are ns, no farther from 0 than doubles
-    are exact to a fraction of a ns: hours.
+    Whatever the number of bounds, only its corners are kept. Values are ns, at most some hours from 0, where
+    doubles are exact to a fraction of a ns.
     """
 
     def __init__(self, reach_ns: float, change_ns: float) -> None:
@@ -150,7 +151,7 @@ def fitted(
 
     Args:
         first_ns: First and last time of the line, on the clock of the samples.
-        change_ns: Largest change of the offset between these.
+        change_ns: Largest change of the offset between these two times.
     """
     lasted_ns, near_ns = max(last_ns - first_ns, 1), samples[0].offset_ns
     for ppm in WANDER_PPM:
@@ -212,7 +213,8 @@ def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
 
 
 def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
-    """Return the largest distance, in ns, between the places of one moment by a process' two clocks.
+    """Return the largest difference, in ns, between the positions that a process' two clocks give to one
+    moment.
 
     Kernels slew both clocks alike, so a gain of one on the other is a jump at an unknown moment. It affects
     traces, which use the wall clock, as well as spans, which use the monotonic clock.
@@ -254,7 +256,7 @@ def align(
         line, within_ns = _fit(samples, extent, reference, drift_ns if jumped else 0)
     offsets_ns = [line.at(wall_ns) for _, wall_ns in knots]
     known_ns = anchored(opened, closed) + reference.uncertainty_ns + within_ns
-    if len(knots) == 1:  # its positions follow its own pace from its opening on
+    if len(knots) == 1:  # positions follow the process' own clock from its opening on
         known_ns += abs(line.last_offset_ns - line.first_offset_ns)
     clock = ProcessClock(
         alignment="measured" if samples else "same host" if same_host else "unaligned",
@@ -283,7 +285,8 @@ def samples_of(key: str, reference: Reference) -> list[Sample]:
 def _fit(
     samples: list[Sample], extent: tuple[int, int], reference: Reference, jump_ns: int
 ) -> tuple[Line, int]:
-    """Return the lead during the process' life and the owner's capture, and its uncertainty.
+    """Return the lead of a process' clock over the owner's during the process' life and the owner's capture,
+    and the uncertainty of that lead.
 
     Args:
         extent: First and last time of the process, as its clock would have shown them without a jump.
@@ -299,7 +302,7 @@ def _fit(
         last_ns = max(last_ns, reference.last_ns + near_ns + drift_ns)
     last_ns = max(last_ns, first_ns + 1)
     cases = list(_without_steps(samples, reference, jump_ns))
-    change_ns = (last_ns - first_ns) * DRIFT_PPM / (1_000_000 - DRIFT_PPM)  # its time, which drifts too
+    change_ns = (last_ns - first_ns) * DRIFT_PPM / (1_000_000 - DRIFT_PPM)  # on its own clock, which drifts
     lines = (fitted(list(map(_on_its_clock, case)), first_ns, last_ns, change_ns) for case in cases)
     fits = [(*line[2:], within_ns) for line, within_ns in filter(None, lines)]
     if not fits:  # the samples contradict each other, so any value between them is possible
@@ -314,7 +317,9 @@ def _fit(
 
 
 def _on_its_clock(sample: Sample) -> Sample:
-    """Return a sample on the other clock's time, with the drift during its uncertain time."""
+    """Return a sample by the time of the process' clock, with the drift during the uncertain time added to
+    its error.
+    """
     owner_ns, offset_ns, within_ns = sample
     return Sample(owner_ns + offset_ns, offset_ns, within_ns + within_ns * DRIFT_PPM // 1_000_000)
 
@@ -397,7 +402,7 @@ _WALL_NS = range(946_684_800 * 10**9, 4_102_444_800 * 10**9)
 FARTHEST_NS = 1 << 62
 """Times beyond 146 years (of uptime, or since 1970) are taken for garbage."""
 FEW = 50
-"""Number of times that tell the clock of a file, if it has as many."""
+"""Number of times that are read to find the clock of a file; fewer if the file has fewer."""
 NOT_NEAR = "events more than an hour from the step, or from all others"
 OWN_CLOCK = "its times are of no wall clock (before 2000, no baseTimeNanoseconds)"
 
@@ -411,7 +416,7 @@ def wall_base(base_ns: int | None, at_us: float | None) -> int | None:
     """Return the unix ns at which the times of a trace begin, or None if it has a clock of its own.
 
     Args:
-        base_ns: What the file states, or None if it states nothing: times may be since 1970 by themselves.
+        base_ns: The base that the file states, or None if it states none: its times may count from 1970.
         at_us: A time in the file, or None if it has none.
     """
     since_ns = base_ns or 0
@@ -419,8 +424,9 @@ def wall_base(base_ns: int | None, at_us: float | None) -> int | None:
 
 
 def middle(times: Iterable[float]) -> float | None:
-    """Return a time that few wrong ones cannot move: the upper median, because
-    a wrong time is more often 0 than in the future. None without any time."""
+    """Return the upper median of some times, which a few wrong times hardly move: a wrong time is more often
+    0 than in the future. None if there are no times.
+    """
     ordered = sorted(times)
     return ordered[len(ordered) // 2] if ordered else None
 

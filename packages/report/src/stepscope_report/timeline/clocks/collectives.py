@@ -27,8 +27,8 @@ from stepscope_report.timeline.readers.json_array import TOKEN
 MOST = 1 << 18
 """Largest number of collectives that are read of one process."""
 _KEPT = 4096
-"""Number of collectives of one kind kept on one host. Of more, every second, fourth, ... run of `_RUN` is
-kept."""
+"""Largest number of collectives of one kind that are kept of one host. If there are more, every second,
+fourth, ... run of `_RUN` collectives is kept."""
 _RUN = 64
 _GLOO = b'"gloo:'
 _NCCL = b'"Collective name"'
@@ -179,7 +179,9 @@ def calls_in(events: bytes) -> Iterator[Call]:
 
 
 def _bytes(args: _Arguments) -> int:
-    """Return the size of a collective: of a gather what a rank has in the end, else what it began with."""
+    """Return the size of a collective in bytes: for a gather, what a rank has in the end; else what it began
+    with.
+    """
     gathers = "gather" in _text(args.op)
     return _integer(args.received if gathers else args.elements) * _WIDTHS.get(_text(args.dtype), 0)
 

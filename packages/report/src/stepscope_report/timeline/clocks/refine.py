@@ -81,8 +81,8 @@ def _world(source: Source) -> str:
 
 
 def read_world(part: tuple[str, list[Path]]) -> Collectives:
-    """Return the collectives of one process of a world, from its traces. Runs on the machine that has
-    these.
+    """Return the collectives of one process of a world, from its traces. Runs on the machine that has the
+    traces.
     """
     return list(read_collectives(*part).items())
 
@@ -159,7 +159,7 @@ def _clocks_of(
 
 
 def _with_time(uncertainty_ns: int) -> int:
-    """Add the drift during the uncertain time of a measurement to its uncertainty."""
+    """Return the uncertainty of a measurement plus the drift that is possible during that time."""
     return uncertainty_ns + uncertainty_ns * _MOST_DRIFT_PPM // 1_000_000 + 2
 
 
@@ -362,7 +362,7 @@ class _Search:
         band.cut((at_ns - self._clock.first_ns) / self._lasted_ns, low, high)
 
     def _ambiguous(self, theirs: Series | Refused, ours: Series | Refused, band: Band, slack_ns: int) -> bool:
-        """Return whether series without numbers match as well when shifted by one."""
+        """Return whether series without numbers also match when one of them is shifted by a few positions."""
         if isinstance(theirs, Refused) or isinstance(ours, Refused) or ours.numbered:
             return False
         for shift in _SHIFTS:
@@ -388,7 +388,9 @@ def _say(kind: Kind, why: str) -> str:
 
 
 def _differences(first: _HostClock, clock: _HostClock) -> Iterator[Sample]:
-    """Yield samples of `clock` against `first`. The owner's host has none: it is the owner's clock."""
+    """Yield samples of `clock` against `first`. If `first` is the owner's clock, which needs no samples, they
+    are those of `clock` itself.
+    """
     for sample in clock.samples:
         owner_ns = sample.wall_ns - sample.offset_ns
         known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))
@@ -463,13 +465,15 @@ def _anchored(root: _HostClock, known: Mapping[_HostClock, Lead]) -> Lead | str:
 
 
 def _better(source: Source, before: Aligned, lead: Lead, reference: Reference) -> Aligned:
-    """Return the placement by collectives, unless that by samples is more exact and agrees with it."""
+    """Return the placement by collectives, unless the placement by samples (`before`) is more exact and
+    agrees with it.
+    """
     line, within_ns, matched = lead
     offsets = [line.at(wall_ns) for wall_ns in _extent(source, before, reference)]
     known_ns = anchored(source.opened, source.closed) + reference.uncertainty_ns + within_ns
     was = before.clock
     if source.closed is None:
-        known_ns += abs(offsets[1] - offsets[0])  # its positions follow its own clock from the opening on
+        known_ns += abs(offsets[1] - offsets[0])  # positions follow the process' own clock
     if was.uncertainty_ns is not None and was.uncertainty_ns <= known_ns:
         apart = (was.offset_ns - offsets[0], was.closing_offset_ns - offsets[1])
         if max(map(abs, apart)) <= known_ns:

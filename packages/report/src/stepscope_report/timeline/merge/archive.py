@@ -36,7 +36,8 @@ from stepscope_report.timeline.step.plain import read_plain
 
 MANIFEST = "perfetto_manifest.json"
 OWN = "stepscope.json"
-"""Name of the file with what stepscope draws itself, to whose times the others are related."""
+"""Name of the file with stepscope's own rows. Times of the other files are related to the times in this
+file."""
 
 
 class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +145,9 @@ def _traces(plan: Plan) -> Iterator[tuple[RowTraces, RowTrace]]:
 
 
 def _described(traces: RowTraces, trace: RowTrace, plan: Plan) -> ArchivedFile:
-    """Return where a trace lies. The offset of a clock that drifts is that in the middle of the step."""
+    """Return the description of a trace. If its clock drifts, the offset is that in the middle of
+    the step.
+    """
     row, axis, window = traces.row, plan.common.axis, plan.timeline.window
     offset_ns = None
     if row.unaligned is None:

@@ -17,16 +17,17 @@ from heapq import merge
 from typing import Any, NamedTuple
 
 _MOST_LINES = 16
-"""Largest number of lines of a thread. What crosses all of them stays on the first."""
+"""Largest number of lines of a thread. A slice that fits on none of them stays on the first."""
 _SHORTER_US = 0.0004
-"""Each end is kept as so much earlier, less than a ns: slices that touch do not overlap, whatever the
-rounding of their sum."""
+"""Each end is kept earlier by this much, less than a ns, so that slices that touch do not overlap, however
+start and duration are rounded."""
 _EQUAL_US = 0.0002
-"""Ends that differ by less are equal."""
+"""Ends that differ by less than this are equal."""
 _NEAR = 512
-"""Number of slices from the end of a run among which a late one is inserted: some are sorted by ends."""
+"""Number of slices at the end of a run among which a late slice is inserted: some files are sorted by
+ends."""
 _JOINED = 8
-"""Number of runs that become one, and of such runs again."""
+"""Number of runs that are joined into one, and of joined runs that are joined again."""
 _ALWAYS = float("inf")
 
 
@@ -34,13 +35,13 @@ class Moved(NamedTuple):
     """A slice that needs a further line."""
 
     at: int
-    """Number among the events of its batch."""
+    """Number of the slice among the events of its batch."""
     track: int
     line: int
 
 
 class _Run:
-    """Slices of a line in the order of their starts, and for the same start, of their ends from the last."""
+    """Slices of a line by start. Of slices with the same start, the one with the latest end comes first."""
 
     def __init__(self, slices: Iterable[tuple[float, float]] = (), joins: int = 0) -> None:
         self.starts = array("d")
@@ -52,7 +53,7 @@ class _Run:
         """The latest slices, until `settle`: a list takes a slice in a third of the time of an array."""
         self.joins = joins
         self._outer = array("i")
-        """Number of the slice that each slice is in, or -1. It grows when it is needed."""
+        """Number of the slice around each slice, or -1. It is filled up when it is needed."""
         self._latest = 0
         """Number of slices that begin no later than the last slice that was compared."""
 
@@ -63,8 +64,8 @@ class _Run:
         self.late_ends.clear()
 
     def room(self, start: float, end: float) -> float:
-        """Return the first start or end here after `start`: slices between the two cross nothing. Return
-        -infinity if this slice crosses some.
+        """Return the first start or end of this run after `start`: a slice between these two times crosses
+        none of the run. Return -infinity if the given slice crosses one.
         """
         starts, ends, outer = self.starts, self.ends, self._outer
         size = len(starts)
@@ -158,7 +159,7 @@ class _Line:
         return True
 
     def takes(self, start: float, end: float) -> bool:
-        """Add a slice if it nests. Return whether it does."""
+        """Add a slice if it nests, and return whether it was added."""
         if not self.is_free(start, end):
             return False
         still = self.open
@@ -229,8 +230,8 @@ class Lines:
     def place(self, events: Sequence[Any], tracks: Mapping[int, int]) -> list[Moved]:
         """Add the slices among these events. Return those that need a further line.
 
-        This runs for each event of a file. It takes slices in the order of their starts itself, if they
-        cross nothing.
+        This runs for each event of a file. Slices that come in the order of their starts and cross nothing
+        are handled here, without a call.
 
         Args:
             tracks: {tid of an event: its track in the timeline}.

@@ -74,8 +74,9 @@ class Place:
         return [ns + self._shift_at(ns) for ns in times_ns]
 
     def at(self, ts_ns: int) -> int | None:
-        """Return the position of a time in ns since the file's base, or None if it is no time of this
-        step."""
+        """Return the position of a time in ns since the file's base, or None if it is no plausible time of
+        this step.
+        """
         if self._row.shift_ns is None:
             self._row.shift_ns = self._axis.shift_of(ts_ns + self._base_ns - self._axis.base_ns)
         position = ts_ns + self._shift_at(ts_ns)
@@ -83,7 +84,9 @@ class Place:
         return position if first <= position and (last is None or position <= last) else None
 
     def of(self, ts: str) -> tuple[int, str] | None:
-        """Return (position, decimals below a ns), or None if `ts` is no time of this step."""
+        """Return (position, decimals below a ns) of a `ts`, or None if it is no plausible time of
+        this step.
+        """
         number = _NUMBER.fullmatch(ts)
         if number is None:
             return None
@@ -114,7 +117,7 @@ class FlowIds:
         """`file`: number of the file, up to `files`. 0 is for stepscope's own arrows."""
         lowest = 10 ** len(str(files))  # so that all prefixes have as many digits, the first of them a 1
         self.prefix = b"%d" % (lowest + file)
-        """Prefix of an id that is less than `below`."""
+        """Prefix of the file's ids. An id that is less than `below` follows the prefix unchanged."""
         self._free = _DIGITS - len(self.prefix)
         self.below = 10 ** (self._free - 1)
         self._others: dict[tuple[bytes, object], int] = {}
@@ -123,7 +126,7 @@ class FlowIds:
         """Return the new id for an id as JSON has it. Different ids stay different."""
         if scope is None and written.isdigit() and int(written) < self.below:
             return int(b"%b%d" % (self.prefix, int(written)))
-        # Strings, and numbers that are too large: behind the prefix one digit more than all others have.
+        # Strings and large numbers get a number with one more digit behind the prefix than other ids have.
         other = self._others.setdefault((written, scope), len(self._others))
         return int(b"%b%0*d" % (self.prefix, self._free, other))
 
@@ -270,8 +273,8 @@ class Tracks:
         return further
 
     def _new(self, row: Row, pid: str, tid: str) -> int:
-        # Its own, so that its events need no change, unless that is another's of this row. Not 0, which
-        # ROCm calls a stream: Perfetto takes that for the machine's idle thread, which gets no name.
+        # The file's own tid, so that events need no change, unless another thread of this row has it. Not 0,
+        # which ROCm gives a stream: Perfetto takes tid 0 for the machine's idle thread, which gets no name.
         own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else _FIRST_TID
         first = _FIRST_TID + row.place * _OF_A_ROW + self._count[row.pid]
         free = own if 0 < own < _FIRST_TID else first

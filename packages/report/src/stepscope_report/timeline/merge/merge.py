@@ -68,7 +68,7 @@ class RecordingRows(NamedTuple):
 class Plan(NamedTuple):
     """Contents of one timeline, in the order in which they are written.
 
-    Writing numbers the tracks and marks rows as shown, so a plan is written once.
+    Writing a plan numbers its tracks and marks its rows as shown, so a plan can be written only once.
     """
 
     timeline: Timeline
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
 def read_inputs(layout: StepLayout, timeline: Timeline) -> Inputs:
     """Find the traces of a step and read the beginning of each."""
     files = find_traces(layout, timeline.run_id, timeline.earlier_files)
-    return inputs_of(files._replace(problems=[]))  # the timeline has those
+    return inputs_of(files._replace(problems=[]))  # the timeline lists these problems
 
 
 def inputs_of(files: StepFiles) -> Inputs:

@@ -65,8 +65,8 @@ class Drawing:
         return [row for row in self._rows.values() if row.pid in self.events]
 
     def texts(self) -> Iterator[bytes]:
-        """Yield texts of some events each, without brackets. An exception of the reader ends them, and is
-        noted.
+        """Yield batches of events as JSON without brackets. An exception of the reader ends the batches, and
+        is noted.
         """
         recorded = self._recorded
         with (
@@ -183,7 +183,7 @@ class _Line:
         return self._tids[lane]
 
     def of_instant(self, at: int) -> int:
-        """Return the tid of an event in a slice: the running slice that began last."""
+        """Return the tid of an event without a duration: that of the running slice that began last."""
         running = [(*slices[-1], lane) for lane, slices in enumerate(self._running) if slices]
         _, _, lane = max((slice_ for slice_ in running if slice_[0] <= at <= slice_[1]), default=(0, 0, 0))
         return self._tids[self._lane(lane)]

@@ -81,7 +81,9 @@ def _spelled(ranks: range) -> str:
 
 
 class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the timeline. No event begins with its first field, so that the file's end is no event."""
+    """A row of the timeline. No event begins with its first field, so that readers do not take the record at
+    the file's end for events.
+    """
 
     role: str
     pid: int
@@ -100,11 +102,11 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     drift_ppm: float | None = None
     """Drift against the owner's clock, which was subtracted, or None if not known."""
     matched: int = 0
-    """Number of collectives behind the drift."""
+    """Number of collectives that the offset and the drift are based on."""
     note: str | None = None
-    """Reason why collectives do not improve its clock."""
+    """Reason why collectives do not improve the clock of the row, or None."""
     reason: str | None = None
-    """Reason why it is unaligned."""
+    """Reason why the row is unaligned, or None if it is aligned."""
     shift_ns: int = 0
     """Time that was added to an unaligned row far away from the step, so that it is visible: such rows begin
     a second after the step's end. 0 if the row is where its own clock places it."""
@@ -181,8 +183,9 @@ def merged_row(row: Row) -> MergedRow:
 def duplicate_ranks(rows: Iterable[Row]) -> Iterator[FileProblem]:
     """Yield a problem for each rank that several processes claim.
 
-    The ranks of an engine's workers, which leave nothing but traces, are apart: the Ray actor that holds an
-    engine has its position among the actors as its rank, and the engine's first worker often the same number.
+    The ranks of an engine's workers, which leave nothing but traces, are checked separately: the Ray actor
+    that holds an engine has its position among the actors as its rank, and the engine's first worker often
+    the same number.
     """
     ranks: dict[tuple[str, int | None, int, bool], set[str]] = {}
     for row in rows:

@@ -28,7 +28,8 @@ _FEW = 24
 _REPEATED = 1000
 """Number of metadata events that are cached: some writers repeat them with every event of a device."""
 _CYCLE = 512
-"""Bytes that show a repetition if they recur: one turn is decoded, and the others are compared."""
+"""Number of bytes at the beginning that show a repetition if they recur: the first turn is decoded, and the
+others are compared with it."""
 _APART = ("M", "C")
 _APART_PHASE = re.compile(r'"ph"\s*:\s*"[{}]"'.format("".join(_APART)).encode())
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
@@ -68,7 +69,7 @@ class Rewriter:
         """Events left out because they are not between `from` and `to`."""
 
     def rewrite(self, array: bytes) -> Text:
-        """Return the events of the next batch, without brackets. The text is empty if none is left.
+        """Return the events of the next batch, without brackets. The text is empty if no event is left.
 
         Raises:
             DecodeError: the array is no JSON.
@@ -188,8 +189,8 @@ class Rewriter:
         return False
 
     def _metadata(self, fields: dict[str, msgspec.Raw]) -> bool:
-        """Record the file's metadata on processes, which the rows' own replace, and change the ids in that on
-        threads.
+        """Change a metadata event and record what it tells, and return whether it is kept. An event that
+        describes a process is not kept, because rows have their own.
         """
         name, pid = _text(fields.get("name")), _text(fields.get("pid"))
         args = _args(fields)
@@ -197,12 +198,12 @@ class Rewriter:
             for field in ("labels", "name"):
                 value = args.get(field)
                 if isinstance(value, str) and value and self._tracks.describe(self._row, pid, field, value):
-                    self._metadata_before.clear()  # names of threads begin with it
+                    self._metadata_before.clear()  # names of threads begin with this description
             return False
         if name == "thread_name" and isinstance(value := args.get("name"), str):
             prefixed = self._tracks.prefixed(self._row, pid, value)
             if not prefixed:
-                return False  # it gets a name of ours: Perfetto takes an empty one for an error
+                return False  # the track gets a name of ours: Perfetto takes an empty one for an error
             self._tracks.called(self._row, pid, _text(fields.get("tid")), prefixed)
             if prefixed != value:
                 fields["args"] = msgspec.Raw(_encode({**args, "name": prefixed}))

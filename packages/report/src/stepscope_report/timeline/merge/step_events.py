@@ -223,8 +223,8 @@ class Drawn:
                 yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
 
     def launches(self, row: Row) -> EngineLaunches | None:
-        """Return the launches to which the events of a row's traces are shown, or None unless the row is of
-        exactly one engine whose passes are drawn.
+        """Return the launches that the events of a row's traces are added to, or None unless the row belongs
+        to exactly one engine whose passes are drawn.
         """
         engines = [at for at in self._passes_at if self._timeline.passes[at].replica == row.info.replica]
         if len(engines) != 1 or row.unaligned is not None:
@@ -254,7 +254,7 @@ class Drawn:
             name, last = _name(counter), None
             for at_ns, value in _points(counter):
                 position = at_ns + (row.shift_ns or 0) - self._axis.base_ns
-                # Below 0: of a clock that is far off. Viewers drop it.
+                # A time below 0 is of a clock that is far off. Viewers drop it.
                 if value != last and position >= 0 and self._cut.holds(position, position):
                     last = value
                     yield {
@@ -382,7 +382,8 @@ def _name(counter: Counter) -> str:
 def _points(counter: Counter) -> Iterator[tuple[int, float]]:
     """Yield (time from which a value holds, value).
 
-    A value of an interval holds from the sample before it; the first has none. A total is drawn from 0.
+    A value over an interval holds from the previous sample on, so the first such value is not drawn. A total
+    is drawn as its growth from the first value.
     """
     times, values = counter.times_ns, counter.values
     if counter.kind == "interval":
@@ -411,10 +412,11 @@ _decode = msgspec.json.Decoder(_Seen).decode
 class EngineLaunches:
     """Annotations and launches in the events of one engine's workers, as its traces are written.
 
-    A worker annotates each pass with the numbers of its requests. A launch within that annotation, on its
-    thread, leads by its correlation to what it launched, also to the kernels of a replayed CUDA graph. Passes
-    and annotations are matched by their order and numbers: a worker may launch a pass before the one before
-    it has ended. The first worker with an annotation counts, because all workers run the same passes.
+    A worker annotates each pass with the numbers of its requests. A launch on the thread and in the time of
+    the annotation has the same correlation as the work that it launched, even as the kernels of a replayed
+    CUDA graph. Passes and annotations are matched by their order and numbers: a worker may launch a pass
+    before the one before it has ended. The first worker with an annotation counts, because all workers run
+    the same passes.
     """
 
     def __init__(self) -> None:

@@ -145,7 +145,7 @@ class Template:
             self._plan = self._learned_early(array)
         done = None if self._plan is None else self._plan.carried_out(array)
         learned = self._learned(array) if done is None else None
-        if learned is not None:  # else these events are others, and what is known still holds for the next
+        if learned is not None:  # else this batch is unusual, and the known plan may fit the next
             self._plan = learned
             done = learned.carried_out(array)
         if done is None or self._plan is None:
@@ -169,7 +169,7 @@ class Template:
         cut = last_boundary(array[:_EARLY])
         try:
             return self._learned(array[:cut] + b"]") if cut else None
-        except msgspec.DecodeError:  # it was no boundary
+        except msgspec.DecodeError:  # the text was not cut between events
             return None
 
     def _learned(self, array: bytes) -> _Plan | None:
@@ -383,7 +383,7 @@ def _replaced(text: bytes, old: bytes, new: bytes) -> tuple[bytes, int]:
 
 
 def _marked(kind: int, events: list[Any]) -> int:
-    """Count the events that have a mark in a field of their own."""
+    """Count the events with the pid `kind`, or with a marked id if `kind` is `_OF_ID`."""
     if kind == _OF_ID:
         return len([1 for event in events if event.marked_id >= 0])
     return len([1 for event in events if event.pid == kind])
@@ -400,7 +400,7 @@ def _decoder(
     """Return a decoder that accepts only plain events in which every value is marked or may stay.
 
     Args:
-        times: The first time, and the first beyond the last.
+        times: The first accepted time, and the first time beyond the last accepted one.
         each_time: Whether the keys of times are marked.
         ids: The lowest marked id, and the first beyond the highest.
     """

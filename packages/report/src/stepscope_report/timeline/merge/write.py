@@ -23,7 +23,7 @@ from stepscope_report.timeline.step.rows import Axis, Row
 
 Write: TypeAlias = Callable[[list[JsonEvent]], None]
 _GZIP = 31
-"""The window of zlib's functions that makes a gzip file: 16 more than its 15 bits."""
+"""The `wbits` of zlib's functions for a gzip file: 16 more than the 15 bits of its window."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -197,7 +197,7 @@ def write_texts(
     """Write the events of a file up to the limit. Return what the limit and the selected time left out.
 
     Args:
-        texts: Some events at a time.
+        texts: Batches of events as JSON.
         counts: Counts the written events.
         rows: Returns the rows that have got an event so far.
     """

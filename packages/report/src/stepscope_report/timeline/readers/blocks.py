@@ -83,7 +83,7 @@ def _gunzip(
     try:
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:
-            # A block may decompress to a thousand of them: never more than one at a time.
+            # A block may inflate to a thousand blocks, of which only one is held at a time.
             if block := member.decompress(data, size):
                 given += len(block)
                 inflated += len(block)
@@ -113,8 +113,8 @@ def _gunzip(
 
 
 def _slowly(path: Path, start: int, given: int) -> Iterator[bytes]:
-    """Yield the bytes of a damaged member beyond the first `given`: without a check of its checksum, in small
-    steps.
+    """Yield the bytes of a damaged member after the first `given` bytes, in small steps and without checking
+    its checksum.
 
     A decompressor that fails returns nothing of the block in which it failed.
     """

@@ -54,7 +54,7 @@ class Distributed(msgspec.Struct, frozen=True):
 
 
 class DeviceProperties(msgspec.Struct, frozen=True):
-    """One of `deviceProperties` of Kineto."""
+    """One device in `deviceProperties` of Kineto."""
 
     id: int | None = None
     name: str | None = None
@@ -89,14 +89,15 @@ class ChromeTrace:
         self.path = path
         self.notes = notes or Notes()
         self._may_stop = False
-        """True if the events are the whole file, and the last bytes so far end one: the list may go on."""
+        """True if the file is only a list of events, and the bytes so far end with a whole event: such a list
+        need not be closed."""
 
     def fields(self) -> TraceFields:
         """Read the fields before the events, or the whole file if the base is not before them."""
         raw_fields: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
         times = list[float]()
-        silent = ChromeTrace(self.path)  # the reading that counts is the one of the events
+        silent = ChromeTrace(self.path)  # the reading of the events notes the problems
         for batch in islice(silent._scan(raw_fields, raw_elements, None, _FIRST_BLOCK), _FIRST_BLOCKS):
             first = first or batch[:1]
             times += _times(batch)

@@ -36,8 +36,8 @@ CLOCK_MONOTONIC_RAW there, placed by the anchors in the file's sidecar; or ns si
 
 
 def clock_of(times_ns: Iterable[int]) -> Clock:
-    """Return the clock of times that are meant as unix ns: `unknown` if most are before 2000. Without any
-    time it is `realtime`.
+    """Return the clock of times that a file gives as unix ns: `unknown` if most of them are before 2000, else
+    `realtime`, even without any time.
     """
     at_ns = middle(times_ns)
     return "realtime" if at_ns is None or is_wall(round(at_ns)) else "unknown"
@@ -76,7 +76,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of a reader to a file that it knows."""
 
     read: bool = True
-    """False if the file is not read by any reader."""
+    """False if no reader should read the file."""
     why: str | None = None
     """Reason why it is not read, with the fix if there is one; listed with the left-out files. None if the
     file holds nothing for a timeline and is not listed."""
@@ -132,7 +132,8 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Kineto's category if one fits: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
     `user_annotation`, `communication`."""
     args: Mapping[str, object] | None = None
-    """`correlation` of a kernel is the integer of the call that launched it."""
+    """Arguments by name. `correlation` of a kernel is the integer that the call that launched the kernel has
+    too."""
 
 
 class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -185,7 +186,9 @@ class Notes:
 
 
 class Recording(Protocol):
-    """Open file. It is opened once for its origin and once more for its events, and closed each time."""
+    """An open file. Each file is opened once for its origin and once more for its events, and closed each
+    time.
+    """
 
     @property
     def origin(self) -> Origin: ...

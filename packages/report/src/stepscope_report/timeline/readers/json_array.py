@@ -19,7 +19,7 @@ LONGEST = 8 << 20
 _CANDIDATES = 256
 """Number of braces, from the end of a piece, that are tried as the start of an element."""
 _SPARE = 100
-"""Depth of calls to reserve. msgspec counts a call like a bracket."""
+"""Number of calls whose stack is kept free for later decoding: msgspec limits calls and brackets together."""
 BARREN = 2 * LONGEST
 """Number of bytes without an event after which the search ends."""
 _REACH = 4
@@ -36,7 +36,7 @@ _SOMETHING = re.compile(rb"[^ \t\r\n,]")
 _BETWEEN = re.compile(rb"\}\s*,\s*\Z")
 EVENT = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts)"\s*:')
 BOUNDARY = re.compile(rb"\}\s*,\s*(?=%b)" % EVENT.pattern)
-"""Between two events. Arguments may look like events as well."""
+"""Text between two events. Arguments may look like events as well."""
 _STRING_OR_NUMBER = re.compile(
     rb'"[^"\\]*(?:\\.[^"\\]*)*"|[-+]?\b(?:nan|inf(?:inity)?)\b', re.DOTALL | re.IGNORECASE
 )
@@ -104,7 +104,7 @@ class Elements(Generic[T]):
         if not cut:
             self._rest, block = b"", self._rest + block
             cut = 0 if self._astray else last_boundary(block)
-        some = b"".join((b"[", self._rest, memoryview(block)[:cut], b"]"))  # without another copy of them
+        some = b"".join((b"[", self._rest, memoryview(block)[:cut], b"]"))  # `memoryview` saves a copy
         batch = _sound(some, self._parse) if cut else None
         if batch is not None:
             self._rest = block[cut:].lstrip(_BLANK)
@@ -132,7 +132,7 @@ class Elements(Generic[T]):
             if self._astray and bound < len(text):
                 self._astray, at = False, bound
             if at >= bound or self._astray:
-                continue  # inside an element that goes beyond what looked like an event, or one given up
+                continue  # inside an element that did not end where it seemed to, or that was given up
             part = text[at:bound].strip(_BLANK)
             if part.startswith(b"{") and self._is_sound(part) and _are_objects(part):
                 sound.append(part)
@@ -163,7 +163,7 @@ class Elements(Generic[T]):
             start, end, closed = _element(text, at, limit)
             reached = max(reached, end or limit)
             if end is not None and text[at:start].strip(_BLANK):
-                self._notes.events(NO_JSON)  # zeros of a disk that was full, say
+                self._notes.events(NO_JSON)  # for example the zeros of a disk that was full
             if closed and is_final:
                 self.trailer = text[end:]
                 break
@@ -192,7 +192,7 @@ class Elements(Generic[T]):
         if last or size >= LONGEST or limit < len(text) or not (is_final or begins):
             return False
         if not is_final and len(text) >= LONGEST:
-            return False  # it was given time enough
+            return False  # the element had text enough to end
         self._rest = text[start:]
         self._enough = min(2 * size, LONGEST)
         return True

@@ -1,7 +1,8 @@
 """Reader of the JSON lines that the Inspector plugin of NCCL and RCCL writes: one for each finished call.
 
-A line names a call's communicator, size and time. It says when it was written, which may be long after the
-call, so that nothing of it is drawn. Sizes are those of one rank; nccl-tests counts all ranks' of a gather.
+A line names a call's communicator, size and duration. It states only when the line was written, which may be
+long after the call, so calls are not drawn. Sizes are those of one rank; for a gather, nccl-tests counts the
+sizes of all ranks.
 
 The layout is that of `plugins/profiler/inspector` of NCCL (format v4.0, June 2026), which states no
 algorithm.
@@ -121,7 +122,7 @@ class _Unplaced:
 
 
 def read_calls(path: Path, notes: Notes, on_read: Callable[[int], None] | None = None) -> InspectedCalls:
-    """Return all calls of a file. Lines that are cut off, or no records, are counted in `notes`."""
+    """Return all calls of a file. Lines that are cut off or are no records are counted in `notes`."""
     sums: dict[tuple[str, str, int, int, int | None], SizedCalls] = {}
     lines, written_us = 0, None
     for text in _lines(path, notes, on_read):
@@ -164,8 +165,8 @@ def _decoded(text: bytes) -> _Line | None:
 
 
 def _lines(path: Path, notes: Notes, on_read: Callable[[int], None] | None = None) -> Iterator[bytes]:
-    """Yield the lines that are not empty, the last one without its end too. Of a line that is too long, parts
-    are yielded, which are no records.
+    """Yield the lines that are not empty, including a last line without its end. A line that is too long is
+    yielded in parts, which are no records.
     """
     rest = b""
     for block in read_blocks(path, notes, on_read):

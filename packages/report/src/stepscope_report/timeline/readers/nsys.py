@@ -65,14 +65,14 @@ _Key: TypeAlias = tuple[object, ...]
 
 
 class DeviceTable(NamedTuple):
-    """A table of the export with what devices did."""
+    """A table of the export that lists work of devices."""
 
     table: str
     category: str
     names: tuple[str, ...]
     """Columns with the id of the event's name, the best one first."""
     args: Mapping[str, str]
-    """Column of each argument. The arguments have Kineto's names if it has them."""
+    """{argument: its column}. An argument has the name that Kineto gives it, if there is one."""
 
 
 DEVICES = (
@@ -123,7 +123,7 @@ def _grouped(args: dict[str, Any]) -> dict[str, Any]:
 
 
 class NsysReader:
-    """SQLite exports of Nsight Systems. A report itself (`.nsys-rep`) only nsys can read."""
+    """SQLite exports of Nsight Systems. Only nsys itself can read a report (`.nsys-rep`)."""
 
     name = "nsys"
 
@@ -287,7 +287,7 @@ class _Export:
             yield from self._declare(key, label, process, 0, thread=None if kind in START_END else thread)
             track, name = self._tracks[key], text or self._string(text_id) or "(no text)"
             args = {"domain": domains[domain]} if domain in domains else None
-            if kind == MARK or not end:  # 0 where the export has no NULL
+            if kind == MARK or not end:  # 0 if the export writes no NULL
                 if kind != MARK:
                     self._notes.events(NEVER_ENDED)
                 yield Instant(
@@ -437,7 +437,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
     database = sqlite3.connect(uri, uri=True, check_same_thread=False)
     database.text_factory = lambda text: text.decode(errors="replace")
-    database.execute("PRAGMA temp_store = FILE")  # what is sorted or linked does not fill the memory
+    database.execute("PRAGMA temp_store = FILE")  # sorting and linking use files instead of memory
     return database
 
 

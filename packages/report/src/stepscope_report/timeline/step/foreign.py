@@ -31,8 +31,8 @@ _PHASES = (
     ("prefill", f"{_LATENCY}time_in_model_prefill"),
     ("decode", f"{_LATENCY}time_in_model_decode"),
 )
-"""The phases of a vLLM request, in their order. For SGLang its own spans are read instead, because such
-values would count the queue as prefill."""
+"""(Phase of a vLLM request, attribute with its length), in order. The phases of SGLang are its own spans,
+because its attributes count the queue as prefill."""
 _SGLANG = "sglang server"
 """The tracer of SGLang's spans."""
 _SGLANG_STAGES = {
@@ -51,7 +51,7 @@ _DEEPEST = 5
 _THREAD = "thread_label"
 """The attribute of SGLang's spans whose value holds the host and the pid of the process."""
 _SEVERAL = "MultiTokenizer-"
-"""Beginning of that attribute, before the pid, if a server has several tokenizer workers."""
+"""Text before the pid in `thread_label`, if a server has several tokenizer workers."""
 _FACTS = {
     "gen_ai.request.id": "request_id",
     "rid": "request_id",
@@ -335,7 +335,7 @@ class _Placed(NamedTuple):
     own: TraceContext | None = None
     parent: TraceContext | None = None
     around: Span | None = None
-    """The span of the request that this one is a phase of."""
+    """The span of the request that this span is a phase of, or None if it is no phase."""
 
 
 class GrowingTimeline:
@@ -358,7 +358,7 @@ class GrowingTimeline:
         self.spans = list(timeline.spans)
 
     def place_beside(self, processes: tuple[Process, ...]) -> None:
-        """Place the spans of processes that are added from now on by the clocks of these processes."""
+        """Use the clocks of these processes to place the spans of processes that are added from now on."""
         self._timeline = msgspec.structs.replace(self._timeline, processes=processes)
 
     def add(self, info: ProcessInfo, spans: Sequence[OtlpSpan]) -> None:

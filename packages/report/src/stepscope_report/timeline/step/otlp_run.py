@@ -77,7 +77,9 @@ def load_otlp(paths: Sequence[Path]) -> Timeline:
 
 
 def _read(paths: Sequence[Path]) -> tuple[list[OtlpSpan], list[FileProblem]]:
-    """Return the spans, each once, of the hours in which most of them began."""
+    """Return each span once, if it began in the hours in which most spans began, and the problems of the
+    files.
+    """
     seen: set[tuple[str, str]] = set()
 
     def is_new(span: OtlpSpan) -> bool:
@@ -112,7 +114,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _root_ns(span: OtlpSpan, known: set[str]) -> int:
-    """Return the length of a span below no other one, else 0."""
+    """Return the length in ns of a span that has no known parent, or 0 for any other span."""
     return 0 if span.parent_id in known else span.end_ns - span.start_ns
 
 
@@ -146,7 +148,7 @@ def _outermost_agents(spans: Sequence[Span]) -> list[int]:
 
 
 def _calling_roots(spans: Sequence[Span]) -> list[int]:
-    """Return the root spans with a call to a model below them, if there are several."""
+    """Return the root spans with a call to a model below them; empty unless there are several."""
     roots = {
         above
         for span in spans

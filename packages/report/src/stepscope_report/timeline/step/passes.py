@@ -53,10 +53,11 @@ class RequestKey(NamedTuple):
 
 
 def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
-    """Return the index of the innermost span in a trajectory that names each request, else of one outside.
+    """Return for each request the index of the innermost span in a trajectory that names it, else of a span
+    outside.
 
-    A name that several engines have counts only if the span's replica is known. Spans of a replica of another
-    role, which has the number of one of these engines, name none of their requests.
+    A name that several engines use counts only if the span's replica is known. A replica of another role may
+    have the same number as one of these engines; its spans do not count.
     """
     by_name: dict[object, list[RequestKey]] = defaultdict(list)
     for at, engine in enumerate(timeline.passes):

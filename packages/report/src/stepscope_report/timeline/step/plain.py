@@ -85,7 +85,7 @@ def has_traces(path: Path) -> bool:
 
 
 def no_trace(path: Path) -> str:
-    """Return what a file is that is no trace."""
+    """Return words about a file that is no trace."""
     head = FoundFile(path=path, name=path.name).head()
     if b"chakra" in head.lower() or b"execution_trace" in head:
         return "an execution trace (Chakra), without times of devices: name the profiler's trace beside it"
@@ -119,8 +119,8 @@ def read_plain(
 
     Args:
         step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
-        steps: True for the numbers of the program's steps that are read, from the first to the last of them;
-            None to read all that was recorded. A trace without such a step is left out.
+        steps: Returns whether the program's step with this number is wanted. A trace is read from its first
+            to its last wanted step, and left out if it has none. None to read all traces in full.
 
     Raises:
         RecordError: no file holds an event of a trace, or none has such a step.
@@ -257,7 +257,7 @@ def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceF
             info = ProcessInfo(role="trace", rank=None, world_size=None, host=main.host, pid=one.pid or 0)
         else:
             info = main
-        # Other clocks mean something to the process that read them as well, which left no such note.
+        # Other clocks can be placed only by a process that noted its own times on them, and none did.
         base_ns = one.content.base_ns if origin.clock == "realtime" else None
         processes.append(_Trace(described, info, msgspec.structs.replace(one.content, base_ns=base_ns)))
     return described, processes
@@ -333,8 +333,8 @@ def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[st
 
 
 def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
-    """Return a timeline without spans. Processes without a wall clock are unaligned, and the last ones; those
-    of NCCL's Inspector alone, which have no times, come before these and are not in the window.
+    """Return a timeline without spans. Processes without a wall clock are unaligned and come last. Before
+    them come processes that only NCCL's Inspector recorded, which have no times and do not extend the window.
     """
     by_key: dict[tuple[bool, str], list[_Trace]] = {}
     for trace in traces:
@@ -365,7 +365,7 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
 
 
 def _with_inspected(traces: Sequence[_Trace]) -> Iterator[_Trace]:
-    """Yield the traces; those of NCCL's Inspector as of the process that another trace names."""
+    """Yield the traces. Traces of NCCL's Inspector get the process that another trace names, if one does."""
     named = {(one.info.host, one.info.pid): one.info for one in traces if not _is_inspected(one)}
     for one in traces:
         known = named.get((one.info.host, one.info.pid)) if _is_inspected(one) else None
@@ -426,7 +426,9 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
 
 
 def _runs(sources: Sequence[Source]) -> Iterator[list[int]]:
-    """Yield the indices of the sources of each run: they record at one time, by clocks that may differ."""
+    """Yield the indices of the sources of each run. Sources of one run recorded at one time, by clocks that
+    may differ.
+    """
     run: list[int] = []
     until_ns = 0
     for index in sorted(range(len(sources)), key=lambda index: sources[index].opened.wall_ns):

@@ -38,7 +38,7 @@ shown at all.
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
-    """One process, or the traces of it that could not be aligned."""
+    """A process, or those of its traces that could not be aligned."""
 
     info: ProcessInfo
     process: int | None
@@ -58,7 +58,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     shown: bool = False
     """True if its metadata has been written."""
     seen_pid: int | None = None
-    """The pid of its process in a trace."""
+    """Pid of the process as a trace states it, or None."""
 
     @property
     def wanted_pid(self) -> int:
@@ -236,7 +236,7 @@ def _short_name(info: ProcessInfo) -> str:
 
 
 class Recorded:
-    """A file, its reader, and the rows of its tracks. If the reader raises, there are no rows but a note."""
+    """A file, its reader, and the rows of its tracks. If the reader raises, there is a note and no row."""
 
     def __init__(self, reader: Reader, file: FoundFile, role: str) -> None:
         """Args: role: Role of the processes that recorded the file."""

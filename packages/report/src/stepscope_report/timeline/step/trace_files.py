@@ -257,7 +257,7 @@ class Named(NamedTuple):
 
 
 def named(path: str) -> Named:
-    """Return what the path of a trace says of it, relative to the folder that was given."""
+    """Return the facts in the path of a trace, which is relative to the folder that was given."""
     *folders, name = path.split("/")
     verl, nemo, replica = _VERL.match(name), _NEMO.match(name), _REPLICA.search(path)
     by_stage = _SGLANG.search(name)

@@ -11,7 +11,7 @@ from stepscope_report.timeline.model import Span, Timeline
 REQUEST = "request_id"
 """Attribute of spans with the engine's name for the request, set by both sides."""
 CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
-"""Roles that call the replicas of the rollout, and have none."""
+"""Roles that call the replicas of the rollout and have no replicas themselves."""
 
 
 def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int) -> list[int | None]:
@@ -22,7 +22,7 @@ def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int
         records: The records of each process. A record's `parent` is in the same process; its `link` may lead
             to any process.
         keys: `ProcessInfo.key` of each process.
-        step: Links to spans of another captured step lead out of this timeline.
+        step: Number of the step. A link to a span of another step gives no parent.
     """
     first, indices = 0, []
     for spans in records:
