@@ -21,7 +21,7 @@ from stepscope_report.cli.watch import look
 
 S = 1_000_000_000
 GPUS = 8
-"""Of a host."""
+"""Number of GPUs of each host."""
 
 
 def utilisation(gpu: int) -> float:

@@ -272,7 +272,7 @@ def test_a_database_is_read_without_a_file_beside_it(output: Path) -> None:
 
 @pytest.fixture
 def early() -> Sidecar:
-    """Of a recording whose host events the analysis has placed 250 ms early."""
+    """The sidecar of a recording whose host events the analysis has placed 250 ms early."""
     artifact = Artifact(path="x", kind="npu_recording", tool="npu", role="actor", host="h", size_bytes=1)
     opened = ClockAnchor(wall_ns=AT, mono_ns=5_000_000_000, raw_ns=4_750_000_000)
     return Sidecar(step=2, run_id="r", artifact=artifact, process=None, opened=opened, closed=opened)

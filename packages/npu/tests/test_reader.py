@@ -279,7 +279,7 @@ def test_a_time_is_text_with_nanoseconds_and_no_float() -> None:
 
 
 def sidecar() -> Sidecar:
-    """Of a process in which RAW and MONOTONIC have drifted 250 ms apart since boot."""
+    """Return the sidecar of a process in which RAW and MONOTONIC have drifted 250 ms apart since boot."""
     artifact = Artifact(
         path="traces/actor/x_ascend_pt",
         kind="npu_recording",

@@ -74,7 +74,7 @@ def test_free_time_between_the_first_and_the_last_work_is_that_of_ascends_analys
 def test_gaps_that_were_queued_or_waited_for_are_those_of_the_database(
     folder: Path, command: Command
 ) -> None:
-    """Of each gap, the launch of the work that ends it, and the waits for a stream, by their own queries."""
+    """Gaps end with a launch or with waits for a stream, which queries of the test find by themselves."""
     output = folder / "ASCEND_PROFILER_OUTPUT"
     (file,) = output.glob("ascend_pytorch_profiler_*.db")
     with closing(sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)) as database:

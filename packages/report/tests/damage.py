@@ -51,7 +51,7 @@ def _content(path: Path) -> bytes:
 
 
 def _with_other_values(data: bytes, random: Random, outside: Path) -> bytes | None:
-    """Of a JSON file, or of one line of a file of such lines; None where it is neither."""
+    """Return JSON, or lines of JSON, with other values in one document. None if the data is neither."""
     lines = data.split(b"\n") if data.count(b"\n{") else [data]
     place = random.randrange(len(lines))
     if any(_DEEP * opening in lines[place] for opening in (b"[", b'{"a":')):

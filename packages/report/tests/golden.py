@@ -169,7 +169,7 @@ def rank_unknown(step: Path) -> None:
 
 
 def replica_missing(step: Path) -> None:
-    """Of one rollout replica nothing came back."""
+    """Remove everything that one rollout replica left."""
     for path in [*step.glob("*/rollout_rank1_*"), *step.glob("traces/rollout/replica1/*")]:
         path.unlink()
     (part,) = step.glob("processes/trainer*")

@@ -83,7 +83,7 @@ def ranks(
 def test_a_rank_for_which_others_wait_in_a_collective_is_named_with_its_stage(
     tmp_path: Path, number: int, late: int, attrs: dict[str, AttrValue] | None
 ) -> None:
-    """Those that wait are longer in `all_reduce`, by as much: 3 x 180 ms."""
+    """The ranks that wait are longer in `all_reduce`, by as much: 3 x 180 ms."""
     cause = cause_of(ranks(tmp_path, number, lambda rank: 280 if rank == late else 100, attrs=attrs))
     assert cause.process is not None
     assert (cause.kind, cause.process.rank, cause.process.host) == ("late-rank", late, "a")

@@ -107,7 +107,7 @@ def problems(merged: Merged) -> list[tuple[str, int | None]]:
 
 
 def names(path: Path, kind: str) -> dict[int, str]:
-    """Of processes by pid, or of threads by tid."""
+    """Return the names of processes by pid, or of threads by tid."""
     key = "pid" if kind == "process" else "tid"
     return {
         event[key]: event["args"]["name"] for event in events_of(path, "M") if event["name"] == f"{kind}_name"

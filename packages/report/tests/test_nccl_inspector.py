@@ -75,7 +75,9 @@ def test_bandwidths_are_those_that_the_inspector_states(
 
 
 def test_rows_tell_groups_hosts_and_nodes_apart(tmp_path: Path, command: Command) -> None:
-    """Of 2 hosts with 2 ranks each: a group within each host, slower on the second, and one over both."""
+    """Two hosts have two ranks each: a group within each host, slower on the second, and a group over
+    both.
+    """
     for at, host in enumerate(("node-1", "node-2")):
         for rank in range(2):
             within = line(

@@ -294,7 +294,7 @@ def test_a_ring_keeps_the_latest_passes_within_its_memory_and_a_part_of_it_fits_
 def test_a_copy_of_a_full_ring_holds_the_engine_up_less_than_its_file_and_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a window at the end, the copy leaves out the parts before the first pass of its requests."""
+    """A copy for a window at the end leaves out the parts before the first pass of the window's requests."""
     monkeypatch.setattr(passes, "_PART_BYTES", 1 << 17)
     ring, zero_ns = PassRing(8), time.monotonic_ns()
     for at in range(6_000):

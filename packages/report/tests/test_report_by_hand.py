@@ -92,7 +92,7 @@ class ByHand:
         self.number: int = owner["step"]
         self.trajectories: list[tuple[float, float]] = []
         self.busy: dict[str, Instants] = {}
-        """Of each aligned process, by key: when a leaf of its own ran that is no waiting."""
+        """{key of an aligned process: instants at which one of its leaves ran and did not wait}."""
         leaves = self._leaves({process.key: process for process in processes})
         self.shares: dict[tuple[str, str], float] = defaultdict(float)
         self.together: Counter[tuple[tuple[str, str], ...]] = Counter()

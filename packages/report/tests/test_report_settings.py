@@ -169,7 +169,7 @@ def weights_to_replicas(case: Case) -> None:
 class Expected(NamedTuple):
     change: Callable[[Case], None]
     lines: tuple[str, ...]
-    """Of the advice of the rule."""
+    """Lines of the advice that the rule gives."""
 
 
 CASES: dict[str, Expected] = {

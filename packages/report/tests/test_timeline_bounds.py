@@ -45,7 +45,7 @@ class Host(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Of one exchange."""
+    """The delays of one exchange."""
 
     there_ns: int
     work_ns: int

@@ -124,7 +124,7 @@ class Step:
             process.close(self.lasted_ns)
 
     def clock(self) -> ProcessClock:
-        """Of rank 2, after everything was written and read."""
+        """Return the clock of rank 2, after everything was written and read."""
         timeline = load_step(self.folder.write())
         (process,) = (process for process in timeline.processes if process.info.rank == 2)
         return process.clock
@@ -160,7 +160,9 @@ def test_collectives_alone_say_how_far_a_host_is_ahead(
 
 
 def entered_and_left(path: Path) -> list[tuple[float, float]]:
-    """Of each all-reduce in the merged timeline: when the last rank entered, and when the first one left."""
+    """Return, for each all-reduce in the merged timeline, when the last rank entered and the first one
+    left.
+    """
     events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
     ranks: dict[int, list[tuple[float, float]]] = {}
     for event in events:

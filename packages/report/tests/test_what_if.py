@@ -189,7 +189,7 @@ def test_a_queue_with_a_span_of_its_own_is_the_same_queue(tmp_path: Path) -> Non
 
 
 def test_a_step_ends_its_rollout_with_what_it_consumes(tmp_path: Path) -> None:
-    """Of 12 requests on two replicas, the step takes the 8 shortest. The others go on, and load them."""
+    """The step takes the 8 shortest of 12 requests on two replicas. The others go on, and load them."""
     tokens = [100 * number for number in range(1, 13)]
     halves = [ends_ms(tokens[0::2]), ends_ms(tokens[1::2])]
     rollout_ns, train_ns = halves[1][3] * MS, (halves[1][3] + 500) * MS

@@ -378,7 +378,7 @@ async def test_time_that_is_up_ends_the_recording_and_the_file_says_so(tmp_path:
 async def test_a_capture_that_is_dropped_after_its_stop_failed_says_so_at_once_and_is_stopped_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a pipeline, whose schedulers still record for it."""
+    """The capture is of a pipeline, whose schedulers still record for it."""
     manager = FakeManager(pp=2)
     profiler = SglangProfiler(manager, replica=0)
     await profiler.start(asked(tmp_path, name="given up"))

@@ -41,7 +41,7 @@ class FakeServer(ThreadingHTTPServer):
         self.stop_status: int | None = None
         """The status of a stop that another party than the server answers."""
         self.behind: list[str] = []
-        """Of a router: the servers it names."""
+        """The servers that a router names; empty if this is no router."""
         self.key: str | None = None
         self.asked: list[str] = []
 

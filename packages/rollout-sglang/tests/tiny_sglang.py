@@ -66,7 +66,9 @@ SPLIT = {
 
 
 def limit_memory() -> None:
-    """Of this process, and of each that it starts: an engine recorded while it spins takes gigabytes."""
+    """Limit the memory of this process and its children: an engine recorded while it spins takes
+    gigabytes.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
 
 

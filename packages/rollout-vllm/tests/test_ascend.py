@@ -233,7 +233,7 @@ def test_each_capture_gets_the_folders_of_its_own_step(tmp_path: Path) -> None:
 
 
 def test_what_a_servers_recordings_say_of_themselves_is_reported(tmp_path: Path) -> None:
-    """Of a server nothing else tells that it is vllm-ascend's, or with what it records."""
+    """Only its recordings tell that a server is vllm-ascend's, and with which options it records."""
     capture = a_capture(tmp_path, record_shapes=True, with_stack=True)
     for artifact in captured(Desk(), Ascend(tmp_path / "engine"), capture):
         assert "no setting" in artifact.ignored["record_shapes"]

@@ -28,7 +28,7 @@ from stepscope.files.layout import RunLayout
 
 SESSION, DUMPS = (Path(__file__).with_name(name) for name in ("session.py", "dumps.py"))
 ROUNDS = 12
-"""Of one session."""
+"""Number of rounds of one session."""
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 END_S = 90
 """The longest exit of a driver, which waits for traces that are being written."""

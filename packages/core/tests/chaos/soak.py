@@ -108,7 +108,7 @@ class Watch:
 
 
 def measure(pid: int) -> dict[str, float]:
-    """Of one process, from /proc."""
+    """Return figures of one process, read from /proc."""
     process = Path("/proc", str(pid))
     pages = int((process / "statm").read_text().split()[1])
     tasks = [task.name for task in (process / "task").iterdir()]

@@ -59,7 +59,7 @@ def test_every_path_of_the_preset_leads_somewhere(training: Training) -> None:
 
 
 class TestTheSteps(StepsOfATraining):
-    """Of this training."""
+    """The steps of the training in this file."""
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

@@ -95,7 +95,7 @@ def test_a_captured_step_has_the_number_of_its_line_in_the_log(training: Trainin
 
 
 class TestTheSteps(StepsOfATraining):
-    """Of this training."""
+    """The steps of the training in this file."""
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

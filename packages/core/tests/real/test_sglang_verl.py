@@ -31,7 +31,7 @@ def step(training: Training, request: pytest.FixtureRequest) -> Step:
 
 
 class TestTheSteps(StepsOfVerl):
-    """Of this training."""
+    """The steps of the training in this file."""
 
 
 def test_the_phases_of_the_engine_are_within_the_generation(step: Step) -> None:

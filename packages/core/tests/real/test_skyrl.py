@@ -52,7 +52,7 @@ def test_the_selected_steps_are_captured_and_skyrl_runs_to_its_end(training: Tra
 
 
 class TestTheSteps(StepsOfATraining):
-    """Of this training."""
+    """The steps of the training in this file."""
 
 
 def test_a_step_lasts_as_long_as_skyrl_says(step: Step) -> None:

@@ -33,7 +33,7 @@ def step(training: Training, request: pytest.FixtureRequest) -> Step:
 
 
 class TestTheSteps(StepsOfVerl):
-    """Of this training."""
+    """The steps of the training in this file."""
 
 
 def test_a_tool_is_called_after_all_turns_but_the_last(step: Step) -> None:

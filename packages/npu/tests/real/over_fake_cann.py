@@ -61,7 +61,7 @@ def make(tmp_path: Path) -> Callable[..., NpuBackend]:
 
 
 def calls() -> list[str]:
-    """Of CANN's profiler and mstx, in order."""
+    """Return the calls of CANN's profiler and of mstx, in order."""
     return [line for line in LOG.read_text().splitlines() if line.startswith(("aclprof", "mstx", "sync"))]
 
 
@@ -308,7 +308,7 @@ def test_dynamic_profile_ends_our_window_and_has_its_own_data(
 
 
 def test_torch_profiler_reaches_mspti_where_the_torch_backend_is_told_to(tmp_path: Path) -> None:
-    """Of what runs on a device nothing is known: the stand-in hands out no record."""
+    """No record of a device is expected, because the stand-in hands out none."""
     activities = {"activities": ["cpu", "privateuse1"]}
     config = {"tool": "torch", "save_path": str(tmp_path), "torch": activities}
     backend = TorchBackend(ProfileConfig.from_mapping(config))

@@ -95,7 +95,9 @@ def test_tensorboard_draws_a_curve_over_the_captured_steps(tmp_path: Path) -> No
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Those of a `.wandb` file: LevelDB's log format, its header of 7 bytes counted with the first block."""
+    """Yield the records of a `.wandb` file: LevelDB's log format, its header of 7 bytes counted with the
+    first block.
+    """
     at, whole = 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:

@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     "enforce_eager": True,
     "disable_log_stats": False,
 }
-"""Of the engines: as little memory as they take."""
+"""Arguments of the engines, which take as little memory as they can."""
 
 
 RUN_BY = {
@@ -142,8 +142,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(run_folder: Path) -> ProfileConfig:
-    """Of the run that the engine of a file is built for. Only engines are profiled: an LLM may live in this
-    process, which has one torch.profiler.
+    """The configuration of the run that the engine of a file is built for. Only engines are profiled: an LLM
+    may live in this process, which has one torch.profiler.
     """
     return ProfileConfig(save_path=run_folder, steps="0:1000", roles={"rollout": {"ranks": "all"}})
 

@@ -19,7 +19,9 @@ PAGE = Path(__file__).parents[2] / "README.md"
 
 
 def cells() -> list[str]:
-    """Of the row of the installed vLLM. Wheels are read in test_wheels.py; this asks what runs."""
+    """Return the cells in the row of the installed vLLM. Wheels are read in test_wheels.py; this asks what
+    runs.
+    """
     takes = [name for name in inspect.signature(AsyncLLM.start_profile).parameters if name != "self"]
     guarded = "ProfilerAlreadyActiveError" in inspect.getsource(AsyncLLM.start_profile)
     return [

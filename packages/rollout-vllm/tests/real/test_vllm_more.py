@@ -79,8 +79,8 @@ def placed(outcome: dict[str, Any]) -> list[tuple[int, dict[str, int]]]:
 
 @pytest.fixture(params=["pipeline", "experts", "expert_parallel", "data_parallel"])
 def two_workers(request: pytest.FixtureRequest, run: Run) -> Outcomes:
-    """Of two stages of a pipeline and of two data-parallel engines, with our extension; of a mixture of
-    experts, each over both workers or on one of them, without it.
+    """Outcomes with two workers. Two stages of a pipeline, and two data-parallel engines, have our extension.
+    A mixture of experts, each over both workers or on one of them, does not.
     """
     case = str(request.param)
     if case == "pipeline":

@@ -49,7 +49,7 @@ _ANY_LINUX = [word for name in _PLATFORMS for word in ("--platform", name)] + ["
 
 @cache
 def sources(version: str) -> dict[str, str]:
-    """Of `PARTS`; empty where a version has no such file."""
+    """Return the source of each of `PARTS`; empty if a version has no such file."""
     folder = members(f"vllm=={version}", tuple(PARTS.values()), *_ANY_LINUX)
     paths = {name: folder / path for name, path in PARTS.items()}
     return {name: path.read_text() if path.exists() else "" for name, path in paths.items()}
@@ -76,7 +76,7 @@ def takes(version: str) -> list[str]:
 
 
 def fields(version: str) -> list[str]:
-    """Of `ProfilerConfig`."""
+    """Return the fields of `ProfilerConfig`."""
     return [
         statement.target.id
         for kind in ast.walk(ast.parse(sources(version)["config"]))

@@ -54,7 +54,7 @@ def make_home(folder: Path) -> Path:
 
 
 def environment(libraries: Path, *, home: Path | None = None, more: Mapping[str, str]) -> dict[str, str]:
-    """Of a process over the stand-in."""
+    """Return the environment of a process that runs over the stand-in."""
     made = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_LIBRARY_PATH": str(libraries), **more}
     if home is not None:
         made |= {
