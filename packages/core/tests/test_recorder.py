@@ -43,8 +43,8 @@ from stepscope._recording.capture import on_demand
 from stepscope._recording.process import shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.recorder import standing, steps, write
+from stepscope._recording.recorder.ring import SPAN_BYTES, Ring
 from stepscope._recording.recorder.steps import FIRST, RecordedStep
-from stepscope._recording.recorder.write import SPAN_BYTES, Ring
 from stepscope._recording.spans import lines, slot
 from stepscope.engines import passes
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler

@@ -20,9 +20,6 @@ class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 WHY = "why"
 """The trigger of an order for the states of all processes, and for no step."""
-VISIT = "visit"
-"""The trigger of a process that writes its own part of a step which another process captures. No file of an
-order has it."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

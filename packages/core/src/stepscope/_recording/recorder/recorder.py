@@ -20,11 +20,11 @@ from stepscope._recording.process import failures, identity, run
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope._recording.recorder import nccl_ras, steps
 from stepscope._recording.recorder.engine_queues import EngineQueues
+from stepscope._recording.recorder.ring import Ring
 from stepscope._recording.recorder.state import communicators_in_time, in_time, state_of
 from stepscope._recording.recorder.steps import RecordedStep, Steps, StepTokens
 from stepscope._recording.recorder.write import (
     COUNTERS_HZ,
-    Ring,
     StepWriter,
     Window,
     Written,
@@ -423,7 +423,7 @@ class Recorder:
             write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
         except ours(OSError) as error:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
-        writer = self.writer(order)
+        writer = self.writer(order.run_id, order)
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in written:
@@ -442,15 +442,17 @@ class Recorder:
         now = clock.read_anchor()
         known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
         if not known:
-            self.writer(order).write(windows_by_time(order, self.process, now), owner=False)
+            self.writer(order.run_id, order).write(windows_by_time(order, self.process, now), owner=False)
             return
         own = self._take([known[step.step] for step in order.steps if step.step in known])
         windows = [window_of(step, now) for step in own]
-        self.writer(order).write(windows, owner=True, began=self.workers)
+        self.writer(order.run_id, order).write(windows, owner=True, began=self.workers)
 
-    def writer(self, order: Order) -> StepWriter:
-        """Return a writer of the steps of an order."""
-        return StepWriter(self.log, self.sampler, self.config, order, self.state, self.engines)
+    def writer(self, run_id: str, order: Order | None = None) -> StepWriter:
+        """Return a writer of the steps of an order, or of a step of `run_id` that another process
+        captures.
+        """
+        return StepWriter(self.log, self.sampler, self.config, run_id, order, self.state, self.engines)
 
     def _fold(self, written: Sequence[Written], hurried_s: float) -> None:
         """Write the manifests, and write them again when the workers' parts have arrived.

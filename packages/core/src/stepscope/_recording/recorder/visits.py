@@ -28,7 +28,6 @@ from stepscope.config import ProfileConfig
 from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.recorder import VISIT, Order
 from stepscope.files.sidecar import ProcessInfo
 
 _PAUSE_S = 0.2
@@ -75,9 +74,8 @@ class StepVisit:
         while time.monotonic() < until and not self._recorder.is_hurried:
             time.sleep(_LOOK_S)
         self._is_queued = False  # first: what ends from now on is written by the next call
-        order = Order(run_id=self._run_id, trigger=VISIT, reason="", made_ns=time.time_ns(), steps=())
         window = Window(self._step, self._opened, clock.read_anchor())
-        self._recorder.writer(order).write_visit(window, self._includes)
+        self._recorder.writer(self._run_id).write_visit(window, self._includes)
         self._written_at = time.monotonic()
 
     def _includes(self, spans: Sequence[Span]) -> list[Span]:

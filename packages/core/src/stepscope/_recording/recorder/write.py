@@ -1,12 +1,10 @@
-"""Spans of the last steps: a ring in memory, written later to folders like those of captured steps."""
+"""Writer of recorded spans, counters and passes to folders like those of captured steps."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +17,10 @@ from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
 from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.engine_queues import EngineQueues
+from stepscope._recording.recorder.ring import Copied, Ring
 from stepscope._recording.recorder.state import communicators_in_time
 from stepscope._recording.recorder.steps import RecordedStep
 from stepscope._recording.spans import lines, scopes
-from stepscope._recording.spans.maker import SpanMaker, not_kept
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, passes, settings
@@ -40,124 +38,10 @@ from stepscope.files.manifest.records import (
     of_engine,
 )
 from stepscope.files.passes import PassFile
-from stepscope.files.recorder import VISIT, Order
+from stepscope.files.recorder import Order
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.trace_context import SpanIds
-
-SPAN_BYTES = 400
-"""Memory of a span without attributes, including its numbers and its place in the ring, rounded up."""
-_TRIES = 10
-"""Number of attempts to copy a busy ring: an attempt fails if a span opens meanwhile."""
-
-
-class Copied(NamedTuple):
-    """The spans of a ring, copied at one moment."""
-
-    spans: list[Span]
-    """The spans in the order of opening, which is nearly the order of their starts."""
-    since_ns: int
-    """Every span that began after this time, up to the moment of the copy, is in `spans`."""
-
-
-class Ring(SpanMaker):
-    """The latest spans of this process, as live objects. The oldest are dropped when there are too many."""
-
-    def __init__(
-        self, *, process: ProcessInfo, run_id: str, memory_mb: int, redact: tuple[str, ...] = ()
-    ) -> None:
-        limit = max(1, (memory_mb << 20) // SPAN_BYTES)
-        self._spans: deque[Span] = deque(maxlen=limit)
-        self._long: list[Span] = []
-        """Spans that were still running when the spans of their step were dropped. Only the recorder's thread
-        uses this list."""
-        self._dropped_ns = 0
-        """Time before which spans were dropped with their steps. One writer: the recorder's thread."""
-        super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @property
-    def last_id(self) -> int:
-        """The number of the span that opened last; 0 before the first."""
-        try:
-            return self.number(self._spans[-1])
-        except IndexError:
-            return 0
-
-    def number(self, span: Span) -> int:
-        """Return the number of a span in this log's files."""
-        return span.id if span.log is self else self.taken.get(span, 0)
-
-    def take(self, running: Iterable[Span]) -> None:
-        """Also keep the spans of a capture that run when it ends."""
-        for span in running:
-            self.taken[span] = next(self.ids)
-            self._spans.append(span)
-        try:
-            self._forget_taken(self._spans[0].start_ns)
-        except IndexError:  # the recorder's thread has dropped them all meanwhile
-            pass
-
-    def _forget_taken(self, before_ns: int) -> None:
-        for span in [span for span in list(self.taken) if _ended_before(span, before_ns)]:
-            self.taken.pop(span, None)
-
-    def begin_step(self, step: int) -> None:
-        """Make carriers and trace contexts name this step from now on."""
-        self.step = step
-        self.trace = SpanIds(self.run_id, step, self.process.key)
-
-    def copy(self) -> Copied:
-        """Return the spans in the ring at this moment.
-
-        Raises:
-            RuntimeError: spans opened during every attempt.
-        """
-        for _ in range(_TRIES):
-            dropped_ns = self._dropped_ns
-            try:
-                spans = list(self._spans)
-            except ours(RuntimeError):  # the collector ran, and a span opened meanwhile
-                continue
-            first_ns = spans[0].start_ns if len(spans) == self._spans.maxlen else 0
-            return Copied([*self._long, *spans], max(dropped_ns, first_ns))
-        raise RuntimeError("spans opened faster than the flight recorder could copy them")
-
-    def since(self, span_id: int) -> list[Span]:
-        """Return the spans that opened after the one with this number, the last first."""
-        for _ in range(_TRIES):
-            try:
-                return list(islice(reversed(self._spans), max(0, self.last_id - span_id)))
-            except ours(RuntimeError):
-                continue
-        return []
-
-    def open_spans(self) -> list[Span]:
-        return [span for span in self.copy().spans if span.end_ns is None]
-
-    def drop_before(self, start_ns: int) -> None:
-        """Drop the spans that ended before `start_ns`. Spans that began later, or still run, stay."""
-        self._long = [span for span in self._long if not _ended_before(span, start_ns)]
-        self._dropped_ns = max(self._dropped_ns, start_ns)
-        try:
-            while self._spans[0].start_ns < start_ns:
-                span = self._spans.popleft()
-                if not _ended_before(span, start_ns):
-                    self._long.append(span)
-        except IndexError:
-            pass
-        self._forget_taken(start_ns)
-
-    def close(self) -> None:
-        """Release all spans."""
-        self.opened = not_kept
-        self._spans.clear()
-        self._long.clear()
-        self.taken.clear()
-
 
 COUNTERS_HZ = 1.0
 """Samples of counters per second, between captures."""
@@ -221,18 +105,21 @@ def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> lis
 
 
 class StepWriter:
-    """Writes the recorded spans and counters of this process for the steps of one order."""
+    """Writes the recorded spans and counters of this process for the steps of one order, or for
+    a step that another process captures."""
 
     def __init__(
         self,
         ring: Ring,
         sampler: Sampler | None,
         config: ProfileConfig,
-        order: Order,
+        run_id: str,
+        order: Order | None,
         state: Callable[[], ProcessState],
         engines: EngineQueues | None,
     ) -> None:
         """Args:
+        order: The order to write the steps, or None for `write_visit`.
         state: Returns the present state of this process.
         engines: The engines whose passes are kept, or None.
         """
@@ -241,6 +128,7 @@ class StepWriter:
         self._state = state
         self._sampler = sampler
         self._config = config
+        self._run_id = run_id
         self._order = order
 
     def write(
@@ -259,7 +147,8 @@ class StepWriter:
             began: {`ProcessInfo.key`: name} of the workers that record too.
             clocks: Measured clocks of workers on other hosts.
         """
-        if windows and self._order.trigger in STANDS_STILL:
+        trigger = None if self._order is None else self._order.trigger
+        if windows and trigger in STANDS_STILL:
             self._write_state(windows[-1])
         copied, lost = self._copy()
         spans = _by_window(copied.spans, windows)
@@ -274,7 +163,7 @@ class StepWriter:
             )
             for window, inside in zip(windows, spans, strict=True)
         ]
-        if windows and self._engines is not None and self._order.trigger != "signal":
+        if windows and self._engines is not None and trigger != "signal":
             self._write_passes(self._engines, windows, written)
         return written
 
@@ -310,10 +199,10 @@ class StepWriter:
         parts = [passes.between(file, start_ns, end_ns) for file in files]
         capture = EngineCapture(
             step=window.step,
-            run_id=self._order.run_id,
+            run_id=self._run_id,
             out_dir=str(layout.engine_dir(replica).absolute()),
             step_dir=str(layout.root.absolute()),
-            name=f"step_{window.step:06d}_{self._order.run_id}",
+            name=f"step_{window.step:06d}_{self._run_id}",
             replica=replica,
             passes=sum(len(part.passes.number) for part in parts),
         )
@@ -328,10 +217,10 @@ class StepWriter:
     def _write_state(self, window: Window) -> None:
         """Write the present state of this process into the last step, which a hang or a signal ends."""
         layout = RunLayout(self._config.save_path).step(window.step)
-        path = layout.state_of(self._ring.process, self._order.run_id)
+        path = layout.state_of(self._ring.process, self._run_id)
         try:
             state = self._state()
-            if self._order.trigger == "hang" and nccl_ras.may_know():
+            if self._order is not None and self._order.trigger == "hang" and nccl_ras.may_know():
                 state = msgspec.structs.replace(state, communicators=communicators_in_time())
             write_atomic(path, msgspec.json.encode(state))
         except ours() as error:
@@ -354,9 +243,9 @@ class StepWriter:
         began: dict[str, str],
         clocks: tuple[ClockOffset, ...],
     ) -> Written:
-        process, run_id = self._ring.process, self._order.run_id
+        process, run_id = self._ring.process, self._run_id
         layout = RunLayout(self._config.save_path).step(window.step)
-        number, visits, ending = 1, self._order.trigger == VISIT, window.ending
+        number, visits, ending = 1, self._order is None, window.ending
         while not visits and layout.part_of(process, run_id, number).exists():
             number += 1
         part = ProcessPart(
@@ -376,7 +265,7 @@ class StepWriter:
             settings=settings.kept(),
             ended_by=None if ending is None else ending.by,
             error=None if ending is None else ending.error,
-            recorder=None if visits else self._recorded(window),
+            recorder=self._recorded(window),
         )
         manifest_part = ManifestPart(layout.part_of(process, run_id, number), part)
         if not visits:
@@ -402,7 +291,9 @@ class StepWriter:
         manifest_part.write()
         return Written(layout, manifest_part)
 
-    def _recorded(self, window: Window) -> Recorded:
+    def _recorded(self, window: Window) -> Recorded | None:
+        if self._order is None:
+            return None
         return Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running)
 
     def _write_counters(
@@ -423,7 +314,7 @@ class StepWriter:
         ticks = sampler.around(window.opened.mono_ns, window.closed.mono_ns)
         head = counters.Header(
             step=window.step,
-            run_id=self._order.run_id,
+            run_id=self._run_id,
             process=self._ring.process,
             anchor=window.opened,
             hz=COUNTERS_HZ,
@@ -435,7 +326,7 @@ class StepWriter:
     def _file(self, window: Window, spans: Sequence[Span]) -> bytes:
         """Return the content of the span file. Half of the time is left to other threads."""
         header = records.Header(
-            step=window.step, run_id=self._order.run_id, process=self._ring.process, anchor=window.opened
+            step=window.step, run_id=self._run_id, process=self._ring.process, anchor=window.opened
         )
         text, finished, dropped = [lines.encoded(header)], 0, 0
         for first in range(0, len(spans), _BATCH):
@@ -461,10 +352,6 @@ class StepWriter:
             return Expectation(name="spans", kind="spans", state="ok")
         reason = f"older spans had gone: recorder.memory_mb is {self._config.recorder.memory_mb}"
         return Expectation(name="spans", kind="spans", state="partial", reason=reason)
-
-
-def _ended_before(span: Span, start_ns: int) -> bool:
-    return span.end_ns is not None and span.end_ns < start_ns
 
 
 def _outcome_of_counters(sampler: Sampler, window: Window) -> Expectation:

@@ -489,5 +489,5 @@ def _forked(count: int) -> Absent:
     return Absent(
         name=f"{count} forked child process(es)",
         state="skipped",
-        reason="forked while the capture was open: only its work under attach(carrier()) is recorded",
+        reason="forked while the capture was open: only work under attach(carrier()) is recorded",
     )
