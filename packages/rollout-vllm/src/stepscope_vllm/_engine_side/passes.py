@@ -124,7 +124,7 @@ def _listening(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def listening(self: Any, *args: Any, **kw: Any) -> Any:
-        with suppress(Exception):  # no Linux, or its sandbox has no sockets
+        with suppress(OSError, AttributeError):  # no Linux, or its sandbox has no sockets
             server = socket.socket(socket.AF_UNIX)
             server.bind(_address(os.getpid()))
             server.listen()
@@ -139,13 +139,20 @@ def _listening(run: Callable[..., Any]) -> Callable[..., Any]:
 def _answer(core: Any, server: socket.socket) -> None:
     while True:
         asked, _ = server.accept()
-        with suppress(Exception), asked:
+        with suppress(OSError), asked:  # the one who asked has gone
             asked.settimeout(ASK_S)
-            if _peer(asked)[1] != os.getuid():
-                continue
-            method, number = msgspec.msgpack.decode(asked.recv(256), type=tuple[str, int])
-            content = {KEEP: keep, KEPT: kept}[method](core, number)
-            asked.sendall(b"none" if content is None else b"some" + content)
+            if _peer(asked)[1] == os.getuid():
+                asked.sendall(_answer_to(core, asked.recv(256)))
+
+
+def _answer_to(core: Any, question: bytes) -> bytes:
+    """Return `none`, `some` and the content, or `fail` and the reason."""
+    try:
+        method, number = msgspec.msgpack.decode(question, type=tuple[str, int])
+        content = {KEEP: keep, KEPT: kept}[method](core, number)
+    except Exception as error:  # the asker reports it; the engine goes on
+        return f"fail{type(error).__name__}: {error}".encode()
+    return b"none" if content is None else b"some" + content
 
 
 def ask(pid: int, method: str, number: int) -> bytes | None:
@@ -163,7 +170,8 @@ def ask(pid: int, method: str, number: int) -> bytes | None:
         with asking.makefile("rb") as file:
             answer = file.read()
     if answer[:4] not in (b"none", b"some"):
-        raise ConnectionError(f"the engine core {pid} could not answer {method}")
+        reason = answer[4:].decode(errors="replace") or "it closed the connection"
+        raise ConnectionError(f"the engine core {pid} could not answer {method}: {reason}")
     return None if answer[:4] == b"none" else answer[4:]
 
 
