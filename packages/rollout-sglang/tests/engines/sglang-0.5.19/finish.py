@@ -1,4 +1,4 @@
-"""Puts `sgl_kernel`, beside this file, where sglang imports it from."""
+"""Puts `sgl_kernel` where sglang imports it from: the parts beside this file over those for sglang 0.5.12."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-here = Path(__file__).parent / "sgl_kernel"
+here = Path(__file__).parent
 there = Path(sysconfig.get_paths()["purelib"]) / "sgl_kernel"
-shutil.copytree(here, there, dirs_exist_ok=True)
+for engine in (here.with_name("sglang-0.5.12"), here):
+    shutil.copytree(engine / "sgl_kernel", there, dirs_exist_ok=True)
