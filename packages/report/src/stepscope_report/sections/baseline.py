@@ -134,7 +134,8 @@ def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
         captured: Numbers of the captured steps that this step was compared with instead, if any.
     """
     if baseline is None and captured:
-        return f"Compared with {count(len(captured), 'captured step')} near it ({numbers(captured)})"
+        steps = f"{count(len(captured), 'captured step')} near it ({numbers(captured)})"
+        return f"This one was compared with {steps}"
     if baseline is None:
         return (
             "There is no uncaptured step to compare this one with. A loop that opens capture(step) for every "

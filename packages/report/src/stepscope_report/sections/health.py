@@ -150,6 +150,7 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
     if reasons and state in ("ok", "skipped"):
         state = "partial"
     parts = () if manifest is None else manifest.processes
+    here = {process.info.key for process in timeline.processes}
     return Health(
         state=state,
         missing=missing,
@@ -168,7 +169,7 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
         other_steps=_other_steps(timeline),
         processes=_processes(timeline),
-        lost=_dead(timeline)[1],
+        lost=tuple(name for key, name in _known_dead(timeline).items() if key not in here),
         doubts=reasons,
         complete=not reasons,
     )
@@ -305,20 +306,18 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
     )
 
 
-def _dead(timeline: Timeline) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the processes that are known, by their host or by Ray, to have died before they closed their
-    capture: `ProcessInfo.key` of those in the timeline, and the names of the others.
+def _known_dead(timeline: Timeline) -> dict[str | None, str]:
+    """Return {`ProcessInfo.key`: name} of the processes that are known, by their host or by Ray, to have died
+    before they closed their capture.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     dead = {one.process: one.name for part in parts for one in part.absent if one.died}
-    here = {one.info.key: one.closed_ns is None for one in timeline.processes}
-    lost = tuple(name for key, name in dead.items() if key not in here)
-    ended = {part.process.key for part in parts if any(item.died for item in part.expected)}
-    return frozenset(key for key, unclosed in here.items() if unclosed and key in dead.keys() | ended), lost
+    ended = (part.process for part in parts if any(item.died for item in part.expected))
+    return {**dead, **{process.key: process.key for process in ended}}
 
 
 def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
-    dead, _ = _dead(timeline)
+    dead = _known_dead(timeline)
     return tuple(
         ProcessRow(
             name=process.name,
@@ -331,7 +330,7 @@ def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
             clock=process.clock,
             cost=process.cost,
             profiled=process.profiled,
-            died=process.info.key in dead,
+            died=process.closed_ns is None and process.info.key in dead,
         )
         for process in timeline.processes
     )

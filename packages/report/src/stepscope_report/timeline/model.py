@@ -316,7 +316,7 @@ def _reasons(timeline: Timeline) -> Iterator[str]:
             spans = f"{process.dropped:,} span{'s' * (process.dropped != 1)}"
             yield f"{process.name} dropped {spans}; its times are too short"
         if not process.aligned:
-            yield f"{process.name} is on another host without a measured clock: no wall time has its spans"
+            yield f"{process.name} is on another host without a measured clock: its spans are left out"
 
 
 def _say_problem(problem: FileProblem) -> str:
