@@ -1,4 +1,6 @@
-"""The run's configuration: frozen structs, checked when made, from YAML, Python or the environment."""
+"""The run's configuration, read from YAML, Python or the environment into frozen structs that check their
+fields.
+"""
 
 from __future__ import annotations
 

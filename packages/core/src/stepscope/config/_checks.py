@@ -1,4 +1,4 @@
-"""Checks of this machine before the run: the folder can be written, the tool is installed."""
+"""Checks of this machine before the run: is the folder writable, and is the tool installed?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALL_TORCH_NPU = "pip install torch-npu (the one for your torch and CANN), or
 
 
 def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
-    """Make sure that this process can write `save_path`, by writing a file that is removed.
+    """Make sure that this process can write `save_path`, by writing a file and removing it.
 
     Raises:
         ConfigError: the folder cannot be written, or the path is relative and the run is on Ray.
@@ -34,7 +34,7 @@ def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
 
 
 def check_tool(config: ProfileConfig) -> None:
-    """Make sure that a backend is registered as `tool`. Loads none.
+    """Make sure that a backend is registered under the name `tool`, without loading the backend.
 
     Raises:
         ConfigError: no such backend is registered. The error names the registered ones, and how to add one.
@@ -48,7 +48,7 @@ def check_tool(config: ProfileConfig) -> None:
 
 
 _PACKAGES = {
-    "torch": "stepscope",  # a path to its sources registers nothing
+    "torch": "stepscope",  # must be installed: sources on sys.path register nothing
     "cuda_memory": "stepscope",
     "nsys": "stepscope",
     "npu": "'stepscope[npu]'",
@@ -65,7 +65,8 @@ def _how_to_add(tool: str, installed: Sequence[str]) -> str:
 
 
 def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
-    """Make sure that no `instrument` entry names the program of `command`: it is run and not imported.
+    """Make sure that no `instrument` entry names the program of `command`, because the program is never
+    imported.
 
     Raises:
         ConfigError: an entry names the program.
@@ -82,10 +83,11 @@ def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
 
 
 def check_recorder(config: ProfileConfig) -> None:
-    """Make sure that the recorder of `tool` is installed here: nsys, torch_npu. A driver may lack it.
+    """Make sure that the program or package behind `tool` (nsys, torch_npu) is installed on this machine.
+    Call this where work is recorded: a driver need not have it.
 
     Raises:
-        ConfigError: the recorder is not installed. The error names what to install.
+        ConfigError: the program or package is not installed. The error names what to install.
     """
     import shutil
 
@@ -99,7 +101,7 @@ def check_recorder(config: ProfileConfig) -> None:
 
 
 def check_finish(config: ProfileConfig) -> None:
-    """Make sure that packages for `finish.report_to` are installed. Loads none.
+    """Make sure that the packages for `finish.report_to` are installed, without importing them.
 
     Raises:
         ConfigError: a package is not installed. The error names what to install.
@@ -140,7 +142,7 @@ def _there(module: str) -> bool:
 
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # one above it
+    except ModuleNotFoundError:  # a parent package of `module` is missing
         return False
 
 
@@ -148,8 +150,8 @@ def _try_to_write(folder: Path) -> None:
     """Write a file in `folder`; if `folder` does not exist, in a temporary folder in its nearest existing
     parent.
 
-    `folder` itself is not created, because processes that check it at the same time would remove each
-    other's.
+    `folder` itself is not created, because several processes may check the same folder at the same time and
+    would remove it under each other.
     """
     import shutil  # with tempfile 8 ms, once per run
     import tempfile
@@ -160,8 +162,9 @@ def _try_to_write(folder: Path) -> None:
     if nearest == folder:
         _write(nearest)
     else:
-        # Not TemporaryDirectory: its finalizer would put those of the whole process behind multiprocessing's
-        # wait for its children at exit, if that is imported later; one of these ends a vLLM engine.
+        # Not TemporaryDirectory, because it registers a `weakref.finalize`. All finalizers of the process
+        # would then run after multiprocessing's wait for its children at exit (if multiprocessing is imported
+        # later), and the finalizer that ends a vLLM engine would come too late.
         passing = tempfile.mkdtemp(prefix=".stepscope-", dir=nearest)
         try:
             _write(passing)
@@ -170,20 +173,21 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _write(folder: str | os.PathLike[str]) -> None:
-    # No file object: one that a full disk keeps from closing prints a traceback when it is dropped.
+    # Not a file object: if a full disk keeps a file object from closing, Python prints a traceback when it is
+    # deleted.
     path = os.path.join(folder, f".stepscope-{os.getpid()}-{os.urandom(6).hex()}")
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:
-            os.write(handle, b"stepscope")  # an empty file fits on a full disk
+            os.write(handle, b"stepscope")  # not an empty file, which fits on a full disk
         finally:
-            os.close(handle)  # where a disk in the network may say that it is full
+            os.close(handle)  # a network disk may report only here that it is full
     finally:
         os.unlink(path)
 
 
 def _nearest(path: Path) -> Path:
-    """Return `path` or the lowest folder above it that exists."""
+    """Return `path` if it exists, else its nearest existing parent."""
     for candidate in (path, *path.parents):
         try:
             candidate.lstat()

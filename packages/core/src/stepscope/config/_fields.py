@@ -1,6 +1,4 @@
-"""Conversion of given values into the checked fields of a part of the configuration, and the words of its
-errors.
-"""
+"""Conversion of given values into the checked fields of a section, and the messages for wrong values."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ Parser: TypeAlias = Callable[[object, str], object]
 
 
 class Mistakes:
-    """Errors of one value, collected and raised as one."""
+    """A collection of `ConfigError`s that are raised together as one."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Collect a `ConfigError` that is raised in the block, and end only the block."""
+        """Collect a `ConfigError` that is raised in the block, and continue after the block."""
         try:
             yield
         except ConfigError as error:
@@ -44,7 +42,7 @@ class Mistakes:
 
 
 def only(error: ConfigError) -> ConfigError:
-    """Return the error alone, without other errors that were reported with it."""
+    """Return a copy of `error` without the errors in its `also`."""
     return ConfigError(error.field, error.value, error.allowed, error.fix)
 
 
@@ -52,9 +50,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A struct whose fields are checked, and converted to their normal form, whenever it is made."""
 
     _at: ClassVar[str] = ""
-    """Place of the section in the configuration, for errors about a section that is made on its own."""
+    """Dotted path of the section in the configuration. Errors show it when the section is constructed on its
+    own."""
     _parsers: ClassVar[Mapping[str, Parser]] = {}
-    """{field: parser}, for fields that accept more forms than their type states."""
+    """{field: parser}, for fields that accept values of other types than their own."""
 
     def __post_init__(self) -> None:
         section, mistakes = type(self), Mistakes()
@@ -67,8 +66,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         mistakes.raise_any()
 
     def replace(self: SectionT, **changes: object) -> SectionT:
-        """Return a copy with other values, which are checked (msgspec's own function does not check before
-        0.21).
+        """Return a copy with changed values, which are checked. (`msgspec.structs.replace` checks them only
+        since 0.21.)
 
         Raises:
             ConfigError: as when a section is made.
@@ -82,12 +81,14 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 @cache
 def kinds(section: type[Section]) -> dict[str, object]:
-    """Return {field: its resolved type} of a section, in written order."""
+    """Return {field: its resolved type} of a section, in the order of the class body."""
     return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
 def section_of(kind: object) -> type[Section] | None:
-    """Return the section that a field of type `kind` holds (`ScheduleConfig | None`), or None."""
+    """Return the section class in the type `kind`, also in a union such as `ScheduleConfig | None`; None if
+    `kind` has no section.
+    """
     union = get_origin(kind) in (Union, UnionType)
     for option in get_args(kind) if union else (kind,):
         if isinstance(option, type) and issubclass(option, Section):
@@ -96,7 +97,8 @@ def section_of(kind: object) -> type[Section] | None:
 
 
 def build(section: type[SectionT], data: object, at: str) -> SectionT:
-    """Return the section of a mapping that is at `at` in the configuration (`""` is the top).
+    """Construct a section from a mapping. `at` is the mapping's dotted path in the configuration (`""` is the
+    top).
 
     Raises:
         ConfigError: `data` is not a mapping, or has an unknown key or a wrong value. The error lists all such
@@ -124,7 +126,8 @@ def take_field(section: type[Section], name: str, value: object, at: str) -> obj
 
 
 def take(kind: object, value: object, field: str) -> object:
-    """Return `value` as type `kind`. Nothing is guessed: `"1"` is not a number and 1 is not true.
+    """Return `value` converted to type `kind`. The conversion is strict: `"1"` is not a number and 1 is not
+    true.
 
     Raises:
         ConfigError: `value` is not of that type.
@@ -138,11 +141,11 @@ def take(kind: object, value: object, field: str) -> object:
 
 
 def convert(kind: object, value: object, field: str, *, from_text: bool = False) -> object:
-    """Return `value` as type `kind`, which holds no section. `from_text` reads "1" as a number, "true" as
-    true.
+    """Return `value` converted to type `kind`, which contains no section. With `from_text`, "1" is a number
+    and "true" is a boolean.
     """
     if value is False and "off" in get_args(kind):
-        value = "off"  # as YAML reads the word
+        value = "off"  # YAML reads the word off as false
     try:
         taken: object = msgspec.convert(value, kind, strict=not from_text)
     except msgspec.ValidationError:
@@ -156,7 +159,7 @@ def convert(kind: object, value: object, field: str, *, from_text: bool = False)
 
 
 def items_of(value: object) -> list[object] | None:
-    """Return the items of a list, or of a text with commas; None if `value` is neither."""
+    """Return the items of an iterable, or of a text with commas; None if `value` is neither."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")] if value.strip() else []
     if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
@@ -169,8 +172,8 @@ def dotted(at: str, name: object) -> str:
 
 
 def _unknown_key(section: type[Section], key: object, value: object, at: str) -> ConfigError:
-    """Return the error for a key that `section` lacks, with similar keys and the same key in other
-    sections.
+    """Return the error for a key that `section` lacks, with a suggestion: a similar key, or the same key in
+    another section.
     """
     known = kinds(section)
     elsewhere = (dotted(other._at, key) for other in Section.__subclasses__() if key in kinds(other))
@@ -190,7 +193,7 @@ _WORDS = {
 
 
 def in_words(kind: object) -> str:
-    """Return the values of a field of type `kind`: `a whole number >= 1`, `'continuous' or 'discrete'`..."""
+    """Describe the values of type `kind`: `a whole number >= 1`, `'continuous' or 'discrete'`..."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return either([repr(choice) for choice in arguments])
@@ -212,18 +215,18 @@ def either(choices: list[str]) -> str:
 
 
 def closest(word: object, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the one of `known` that is most similar to `word`, or None if none is similar enough."""
-    from difflib import get_close_matches  # 6 ms, for a message
+    """Return the name in `known` that is most similar to `word`, or None if no name is similar enough."""
+    from difflib import get_close_matches  # imported here, because only error messages need it (6 ms)
 
     by_lower = {name.lower(): name for name in known}
     near = get_close_matches(
         str(word).lower(), by_lower, n=1, cutoff=cutoff
-    )  # below 0.7: 'gpu' is near 'xpu'
+    )  # a lower cutoff would suggest 'xpu' for 'gpu'
     return by_lower[near[0]] if near else None
 
 
 def fix_for(kind: object, value: object, *, from_text: bool = False) -> str:
-    """Return how a value has to be written to be of type `kind`."""
+    """Return advice on how to write a value of type `kind` in place of `value`."""
     choices = [choice for option in (kind, *get_args(kind)) for choice in _choices(option)]
     if choices:
         near = closest(value, choices) if isinstance(value, str) else None

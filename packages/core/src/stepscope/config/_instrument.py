@@ -1,4 +1,4 @@
-"""Entries of `instrument`: functions that are recorded in code that is not edited."""
+"""Entries of `instrument`: functions that are recorded without an edit of their source."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ StepBoundary: TypeAlias = Literal["around", "begin", "end", "next"]
 Kind: TypeAlias = Literal["span", "trajectory", "turn", "tool", "weight_sync", "consume", "engine"]
 
 PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
-"""Path to a value, from an argument of a call: `self.state.global_step`, `batch.step`."""
+"""A path to a value that begins with an argument of the call: `self.state.global_step`, `batch.step`."""
 RESULT = "result"
-"""First part of a path that starts at the result of the call."""
+"""The first part of a path that begins with the result of the call."""
 _NUMBER = re.compile(rf"{PATH.pattern}(\+\d+)?")
 _READING = re.compile(rf"({PATH.pattern}|len\({PATH.pattern}\))([+-]\d+)?")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
-"""A path within a text: `{uid}_{attempt}`."""
+"""A path in braces within a text: `{uid}_{attempt}`."""
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -36,7 +36,7 @@ _BY_KIND: dict[str, tuple[str, ...]] = {
     "consume": ("id", "policy_version"),
     "engine": ("adapter", "engine", "replica"),
 }
-"""{kind: fields that further describe it}."""
+"""{kind: the fields that an entry of that kind may have}."""
 _OF_KINDS = tuple(dict.fromkeys(field for fields in _BY_KIND.values() for field in fields))
 _OF_STEPS = ("number", "workers", "engines")
 _REQUIRED = {"span": ("role",), "consume": ("id",), "engine": ("adapter", "engine")}
@@ -47,12 +47,12 @@ _EARLY = {
     "tool": ("tool",),
     "weight_sync": ("policy_version",),
 }
-"""{kind: fields whose paths are read before the call, and so cannot start at its result}."""
+"""{kind: the fields whose paths are read before the call, so that they cannot begin with the result}."""
 LAYERS = {"tool": "span", "weight_sync": "span"}
-"""{kind: kind that it replaces}, because one call is one span."""
+"""{kind: the kind that it counts as when two entries name one function}: both would record the same span."""
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
-"""Folder with a file of entries for each preset."""
+"""The folder of the presets, a YAML file each."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -72,61 +72,64 @@ def parse_paths(value: object, field: str) -> tuple[str, ...]:
 
 
 class InstrumentConfig(Section, frozen=True, kw_only=True):
-    """One function of code that is not edited, or the name of a preset that lists functions of a
-    framework.
+    """One function to record without an edit of its source, or the name of a preset, which lists a
+    framework's functions.
     """
 
     _at: ClassVar[str] = "instrument"
     _parsers: ClassVar[Mapping[str, Parser]] = {"id": parse_paths}
 
     preset: str | None = None
-    """A framework whose functions are known: `trl`, `verl`... Alone in its entry."""
+    """Name of a preset: `trl`, `verl`... No other field may be set beside it."""
     module: str | None = None
-    """Dotted name of the module. It is not imported for this."""
+    """Dotted name of the module that defines the function. The entry does not import the module."""
     name: str | None = None
-    """Dotted path of the function in it: `Class.method`."""
+    """Dotted path of the function in the module: `Class.method`."""
     kind: Kind = "span"
-    """The meaning of a call: `span`, `trajectory`, `turn`, `tool`, `weight_sync`, `consume` or `engine`."""
+    """Meaning of a call of the function: `span`, `trajectory`, `turn`, `tool`, `weight_sync`, `consume` or
+    `engine`."""
     role: str | None = None
-    """Role that does the work. With `step`, the role of the process (`trainer` by default)."""
+    """Role of the spans. With `step`: the role of the process, `trainer` by default."""
     stage: str | None = None
-    """Name of the work; the function's name by default."""
+    """Stage of the spans; the function's name by default."""
     attrs: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
-    """Attributes of each span."""
+    """Constant attributes of each span."""
     values: dict[str, str] = msgspec.field(default_factory=dict)
-    """Further attributes, read by paths: {name: path}. Numbers and booleans only."""
+    """Attributes whose values are read from each call: {name: path}. Numbers and booleans only."""
     id: tuple[str, ...] = ()
-    """Path to the id of a trajectory, or several paths, joined by `/`; with `consume`, paths to ids or
-    lists of ids."""
+    """Path to the trajectory's id. The values of several paths are joined by `/`. With `consume`: paths to
+    ids, or to lists of ids."""
     policy_version: str | None = None
     """Path to the version of the weights."""
     request: str | None = None
-    """Path to the name under which an inference engine knows the call's request. It joins the call to the
-    forward passes that served the request."""
+    """Path to the call's request id in the inference engine. The id joins the call to the forward passes that
+    served it."""
     index: str | None = None
-    """Path to the number of a turn; null counts from 0 within the trajectory."""
+    """Path to the number of the turn. If null, turns are counted from 0 within their trajectory."""
     tool: str | None = None
     """Path to the name of a tool."""
     adapter: str | None = None
     """Name of an engine's adapter (`vllm`)."""
     engine: str | None = None
-    """Path to an engine, or to a list of them, looked up once the call has returned; or the URL of a server
-    with paths in it: `http://{self.host}:{self.port}`."""
+    """Path to an engine or to a list of engines, read after the call has returned; or the URL of a server,
+    which may contain paths: `http://{self.host}:{self.port}`."""
     replica: str | None = None
     """Path to the number of the engine's replica."""
     where: dict[str, Scalar] = msgspec.field(default_factory=dict)
-    """Only calls in which these are equal: {argument, or a path from it: value}."""
+    """Record only calls in which each path has the given value: {path: value}."""
     same: dict[str, str] = msgspec.field(default_factory=dict)
-    """Only calls in which these are the same object: {argument or path: argument or path}."""
+    """Record only calls in which both paths lead to the same object: {path: path}."""
     step: StepBoundary | None = None
-    """Effect of the function's calls on the loop's steps: `around`, `begin`, `end` or `next`."""
+    """Effect of a call on the training's steps: the step is the call (`around`), or the call begins it
+    (`begin`), ends it (`end`), or ends it and begins the next (`next`)."""
     number: str | None = None
-    """With `step`: the path to the step's number, `+1` allowed; None counts from 0."""
+    """With `step`: path to the step's number, to which `+1` may be added. If null, steps are counted from
+    0."""
     workers: dict[str, str] = msgspec.field(default_factory=dict)
-    """With `step`: Ray actors to record in each captured step, as {role: path to its actors}."""
+    """With `step`: Ray actors to record in each captured step: {role: path to the role's actors}."""
     engines: dict[str, str] = msgspec.field(default_factory=dict)
-    """With `step`: engines to record in each captured step, as {adapter: path to engines, URLs of servers, or
-    Ray actors that hold an engine}."""
+    """With `step`: engines to record in each captured step: {adapter: path}. The path leads to engines, URLs
+    of servers, or Ray actors that contain an engine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +180,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
                 raise ConfigError(f"instrument.{field}", value, allowed, _MISSING[field])
 
     def _misplaced(self, field: str) -> ConfigError:
-        """Return the error for a field that has no meaning for this kind of entry."""
+        """Return the error for a field that this kind of entry does not have."""
         if field in _OF_STEPS:
             allowed, fix = "nothing without `step`", "say what the function has to do with steps: "
             fix += "step: around, begin, end or next"
@@ -244,8 +247,8 @@ def own_program(module: str, file: str = "the program") -> ConfigError:
 
 
 def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:
-    """Return entries from mappings and names of presets: a list, a text with commas, or a JSON text of a
-    list.
+    """Return the entries of `value`: a list of mappings and names of presets, names in a text with commas, or
+    the list as JSON text.
 
     Raises:
         ConfigError: `value` has another form, an entry is wrong, or an earlier entry already covers all calls
@@ -285,7 +288,7 @@ def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:
 
 
 def _place(entry: InstrumentConfig) -> tuple[str | None, str | None, str]:
-    """Return (module, name, layer) of an entry: its function, and what a call of it becomes."""
+    """Return (module, name, layer) of an entry. Two entries with the same result record the same thing."""
     layer = "step" if entry.step is not None else LAYERS.get(entry.kind, entry.kind)
     return entry.module, entry.name, layer
 

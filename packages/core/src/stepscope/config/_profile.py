@@ -40,7 +40,9 @@ Record: TypeAlias = Literal["off", "spans"]
 
 
 class UnnamedPath(str):
-    """The `save_path` of a configuration that names none. The flight recorder writes nothing there."""
+    """The default of `save_path`. This type tells the default from a path that was set; the flight recorder
+    writes only to a path that was set.
+    """
 
     __slots__ = ()
 
@@ -60,7 +62,7 @@ def _parse_path(value: object, field: str) -> str:
 
 
 def _parse_tool(value: object, field: str) -> str:
-    """Return the name of a backend. `check_tool` looks it up: a config reads nothing when it is made."""
+    """Return the name of a backend. `check_tool` checks later that the backend exists."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(field, value, "the name of an installed backend", "write tool: torch")
     return value
@@ -75,15 +77,15 @@ def _parse_patterns(value: object, field: str) -> tuple[str, ...]:
 
 
 DEFAULT_ROLES: Mapping[str, RoleConfig] = {
-    # Equal replicas stay equal: a profiler in one of them makes it the slowest.
+    # No profiler in rollouts: a replica with a profiler would be the slowest of equal replicas.
     "rollout": RoleConfig(ranks="all", profiler=False),
     "*": RoleConfig(),
 }
-"""The roles of a configuration that does not name any."""
+"""The default of `roles`."""
 
 
 class Settings(TypedDict, total=False):
-    """Settings in all accepted forms. The fields of `ProfileConfig` have the normal forms."""
+    """Types that each setting accepts. `ProfileConfig` converts each value to the type of its own field."""
 
     save_path: str | os.PathLike[str]
     steps: StepSpec | Iterable[StepSpec]
@@ -108,11 +110,11 @@ class Settings(TypedDict, total=False):
 
 
 class ProfileConfig(Section, frozen=True, kw_only=True):
-    """Configuration of a run. Checked when it is made; a wrong value is a `ConfigError`.
+    """Configuration of a run. Its fields are checked on construction; a wrong value raises `ConfigError`.
 
-    Order of precedence, lowest first, as `resolve` applies it: defaults, the file, `STEPSCOPE_*` variables,
-    arguments in Python. A ready `ProfileConfig` is taken exactly as it is: making one reads no file and no
-    environment.
+    The constructor reads no file and no environment variables. `configure` does: it merges, lowest precedence
+    first, the defaults, the file, `STEPSCOPE_*` variables and its arguments. A `ProfileConfig` that is passed
+    to `configure` is used unchanged.
     """
 
     _parsers: ClassVar[Mapping[str, Parser]] = {
@@ -130,24 +132,26 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a relative path starts at
     the working directory at the call of `configure`, or at the first capture."""
     steps: tuple[StepRange, ...] = ()
-    """Steps that are captured. None by default."""
+    """Steps to capture; empty by default."""
     tool: str = "torch"
-    """The profiler that runs in each selected process: a name among the entry points `stepscope.backends`."""
+    """The profiler of the selected processes: a name among the entry points `stepscope.backends`."""
     mode: Mode = "continuous"
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
     record: Record = "spans"
-    """`spans`: every process keeps the spans of the last steps in memory, and a trigger of `recorder` writes
-    them as steps. Without a trigger, one line per step is written. Without `save_path`, nothing is written.
-    `off`: the duration of a step that is not captured is kept, and nothing else."""
+    """Data that is kept of steps that are not captured. `spans`: every process keeps the spans of the last
+    steps in memory, one line per step is written, and a trigger of `recorder` writes the spans too. Nothing
+    is written if `save_path` is not set. `off`: only the duration of each step is kept."""
     recorder: RecorderConfig = msgspec.field(default_factory=RecorderConfig)
     collectives: bool = True
-    """Calls of torch.distributed's collectives, and waits for them, are spans."""
+    """Record each call of a torch.distributed collective, and each wait for one, as a span."""
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_ROLES))
-    """Role names or globs, first match wins; a role that none matches is not profiled."""
+    """{role name or glob: settings}. The first pattern that matches a role applies. A role that no pattern
+    matches is not profiled."""
     redact: tuple[str, ...] = ()
-    """Names or globs of span attributes whose values are not written; `error` is the text of an exception."""
+    """Names or globs of span attributes whose values are not written. The attribute `error` has the text of
+    an exception."""
     instrument: tuple[InstrumentConfig, ...] = ()
-    """Functions of frameworks that one cannot edit, timed in every process of the run."""
+    """Functions to record in every process without an edit of their source, and presets of frameworks."""
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     npu: NpuConfig = msgspec.field(default_factory=NpuConfig)
     nsys: NsysConfig = msgspec.field(default_factory=NsysConfig)
@@ -159,13 +163,14 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     control: ControlConfig = msgspec.field(default_factory=ControlConfig)
     finish: FinishConfig = msgspec.field(default_factory=FinishConfig)
 
-    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
+    if TYPE_CHECKING:  # the types that are accepted; the fields above have the types that are stored
 
         def __init__(self, **settings: Unpack[Settings]) -> None: ...
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> ProfileConfig:
-        """Return the config of a mapping as YAML has it (and `to_mapping` writes it), over the defaults.
+        """Return a config from a mapping of the same form as the YAML file and `to_mapping()`, over the
+        defaults.
 
         Raises:
             ConfigError: names the dotted field, its value, what is allowed and the fix.
@@ -174,7 +179,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ProfileConfig:
-        """Return the config of a YAML file (JSON is YAML too), over the defaults.
+        """Return a config from a YAML or JSON file, over the defaults.
 
         Raises:
             ConfigError: as `from_mapping`; also when the file cannot be read or is not YAML.
@@ -183,26 +188,28 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ProfileConfig:
-        """Return the config of the environment: the file STEPSCOPE_CONFIG, and `STEPSCOPE_*` over it.
+        """Return a config from the file named by STEPSCOPE_CONFIG, if set, and the `STEPSCOPE_*` variables
+        over it.
 
         Raises:
-            ConfigError: as `from_file`; also for a `STEPSCOPE_` variable that means nothing.
+            ConfigError: as `from_file`; also for an unknown `STEPSCOPE_` variable.
         """
         return resolve(environ=environ)
 
     @classmethod
     def from_verl(cls, source: object) -> ProfileConfig:
-        """Return the config that equals verl's (0.7.1 to 0.9): `global_profiler` and the roles' `profiler`.
+        """Return a config that does what verl's own settings ask for: `global_profiler`, and `profiler` of
+        each role (verl 0.7.1 to 0.9).
 
-        A setting that verl treats differently, or that has no counterpart here, is named by a
-        `VerlDifference` warning. docs/verl.md has the table.
+        A `VerlDifference` warning names each setting that has another meaning here or no counterpart.
+        docs/verl.md has the table.
 
         Args:
             source: verl's whole configuration: a mapping, an OmegaConf `DictConfig`, or the path of a YAML
                 file.
 
         Raises:
-            ConfigError: `source` is none of these, has a key of an older release, or asks for a tool that
+            ConfigError: `source` is of another type, has a key of an older release, or asks for a tool that
                 stepscope does not have.
         """
         from stepscope.config._verl import read_verl
@@ -213,11 +220,13 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         return build(cls, settings, "")
 
     def to_mapping(self) -> dict[str, object]:
-        """Return all fields, defaults included, as JSON values; `from_mapping` reads back an equal config."""
+        """Return all fields, with defaults, as JSON values. `from_mapping` makes an equal config of them."""
         return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
 
     def to_settings(self) -> dict[str, object]:
-        """Return `to_mapping` without a `save_path` that was not set: read back, it would be a set one."""
+        """Return `to_mapping()`, without `save_path` if it was not set, so that `from_mapping` leaves it
+        unset too.
+        """
         return {
             name: value for name, value in self.to_mapping().items()
             if name != "save_path" or self.names_folder
@@ -225,18 +234,20 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @property
     def names_folder(self) -> bool:
-        """True if `save_path` was set, and is not the default one."""
+        """True if `save_path` was set."""
         return not isinstance(self.save_path, UnnamedPath)
 
     def selects(self, step: int) -> bool:
         """Return whether `step` is one of the captured steps."""
-        for steps in self.steps:  # noqa: SIM110  # every step of a run asks this: no generator
+        for steps in self.steps:  # noqa: SIM110 # called in every step: a generator would cost more
             if step in steps:
                 return True
         return False
 
     def role(self, name: str) -> tuple[str, RoleConfig] | None:
-        """Return the first pattern in written order that matches `name` (case matters), with its settings."""
+        """Return the first pattern of `roles` that matches `name` (case matters) and its settings; None if no
+        pattern matches.
+        """
         return next(((at, role) for at, role in self.roles.items() if fnmatchcase(name, at)), None)
 
 
@@ -247,12 +258,12 @@ def resolve(
 ) -> ProfileConfig:
     """Return the run's config: defaults < file (else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
 
-    Mappings are merged key by key, everything else is replaced. A role that a higher layer adds goes before
-    the first pattern that would hide it. A mapping may replace the file. A `ProfileConfig` is returned
-    unchanged.
+    `file` may also be a mapping of settings, or a `ProfileConfig`, which is returned unchanged. Mappings are
+    merged key by key; other values are replaced. A role that a higher layer adds is inserted before the first
+    pattern that would match it.
 
     Args:
-        environ: None for `os.environ`.
+        environ: Environment variables; `os.environ` by default.
         python: Fields of `ProfileConfig`.
 
     Raises:
@@ -276,8 +287,8 @@ def resolve(
 
 
 def folder_of(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> ProfileConfig | None:
-    """Return the defaults with the `save_path` of a configuration of which other settings may be wrong. None
-    if its `save_path` is wrong, or the file cannot be read.
+    """Return the default config with the `save_path` of `file` or the environment, whose other settings may
+    be wrong. Return None if `save_path` is wrong or the file cannot be read.
     """
     from stepscope.config._yaml import load
 
@@ -294,7 +305,7 @@ def folder_of(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -
 def _given_layer(source: object) -> Mapping[str, object]:
     if isinstance(source, Mapping):
         refuse_verl(source, "configure(source)")
-        build(ProfileConfig, source, "")  # right by itself, as a file is
+        build(ProfileConfig, source, "")  # the mapping must be correct on its own, like a file
         return source
     if isinstance(source, (str, os.PathLike)):
         return file_layer(ProfileConfig, source)

@@ -1,4 +1,4 @@
-"""Selection of processes: role patterns, their ranks, and the options of the engines behind them."""
+"""`roles`: which processes are profiled, by role and rank, and the options of inference engines."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Ranks: TypeAlias = Literal["all", "first"] | tuple[int, ...]
 _RANKS = 'all, first, or ranks from 0: [0, 8], "0,8-15"'
 _MOST = 1 << 16
 """Largest number of ranks in one range."""
-_WILDCARD = re.compile(r"[*?]|\[!?\]?[^\]]*\]")  # as fnmatch reads them
+_WILDCARD = re.compile(r"[*?]|\[!?\]?[^\]]*\]")  # a wildcard of fnmatch
 
 
 def parse_ranks(value: object, field: str) -> Ranks:
-    """Return `all`, `first`, or the ranks of a list, of one number, or of a text such as `0,8-15`.
+    """Return `all`, `first`, or the ranks in a list, a number, or a text such as `0,8-15`.
 
     Raises:
-        ConfigError: `value` is something else, or an empty list, which other tools read as rank 0, all ranks,
-            or none.
+        ConfigError: `value` is something else, names a rank twice, or is an empty list (which other tools
+            read as rank 0, as all ranks, or as no rank).
     """
     if isinstance(value, str) and value in ("all", "first"):
         return "all" if value == "all" else "first"
@@ -57,7 +57,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
 
 
 def parse_profiler(value: object, field: str) -> bool:
-    """Return True for `on` and False for `off`, which YAML reads as true and false."""
+    """Return True for `on` and False for `off`. YAML reads these words as true and false."""
     word = value.lower() if isinstance(value, str) else value
     if isinstance(word, bool):
         return word
@@ -67,7 +67,7 @@ def parse_profiler(value: object, field: str) -> bool:
 
 
 def parse_engine_profiler(value: object, field: str) -> bool | Literal["passes"]:
-    """Return what `parse_profiler` returns, or `passes`."""
+    """Return `passes`, or True or False as `parse_profiler` does."""
     if value == "passes":
         return "passes"
     try:
@@ -78,10 +78,11 @@ def parse_engine_profiler(value: object, field: str) -> bool | Literal["passes"]
 
 
 def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
-    """Return {pattern: its settings} in written order, in which the first match wins.
+    """Return {pattern: its settings} in the given order, because the first match wins.
 
     Raises:
-        ConfigError: not a mapping, empty, or a pattern stands behind one that matches all its names.
+        ConfigError: `value` is not a mapping, is empty, or has a pattern that can never match because an
+            earlier pattern matches all its names.
     """
     if not isinstance(value, Mapping) or not value:
         why = "an empty mapping selects nothing; " if value == {} else ""
@@ -117,11 +118,12 @@ def _short_form(pattern: str, given: object, field: str) -> ConfigError:
 def hides(earlier: str, later: str) -> bool:
     """Return whether `earlier` matches every name that `later` matches, so that `later` is never used.
 
-    True is certain; False is not, because an `earlier` with `?` or `[...]` is only compared with plain names.
+    False may be wrong: if both patterns have wildcards, an `earlier` with `?` or `[...]` is not analysed.
     """
     if not _WILDCARD.search(later):
         return fnmatchcase(later, earlier)
-    # Only a star of `earlier` can match the stand-in, and a star matches whatever stands there instead.
+    # "\0" stands for each wildcard of `later`. Only a star of `earlier` matches "\0", and a star also matches
+    # everything that the wildcard matches.
     return not re.search(r"[?[]", earlier) and fnmatchcase(_WILDCARD.sub("\0", later), earlier)
 
 
@@ -139,7 +141,8 @@ def _range(text: str, field: str) -> range:
     start, stop, stride = parts
     check_range(start, stop, stride, text, field)
     if stop is None or stop - start > _MOST:
-        # A rank that is listed is expected: one that the run lacks is missing in the manifest.
+        # Every listed rank is expected, and the manifest reports it as missing if the run lacks it. So a
+        # range must have an end.
         allowed = f"ranges of ranks with an end, and at most {_MOST} ranks"
         raise ConfigError(field, text, allowed, f"write the last rank too, such as {start}-{start + 7}")
     return range(start, stop, stride)
@@ -166,17 +169,17 @@ def _check_reachable(patterns: list[str], field: str) -> None:
 
 
 class IterationsConfig(Section, frozen=True, kw_only=True):
-    """A window of engine iterations (its forward passes, not tokens), counted from the start of a capture."""
+    """A window of engine iterations (forward passes, not tokens), counted from the start of a capture."""
 
     _at: ClassVar[str] = "roles.<role>.engine.iterations"
 
     start: Count = 0
-    """Iterations left out first."""
+    """Iterations to skip before recording."""
     count: AtLeastOne | None = None
-    """Iterations recorded; None records until the capture ends."""
+    """Iterations to record; None records until the capture ends."""
     running: AtLeastOne | None = None
-    """The window opens when so many requests run in the replica, on each data-parallel rank between two
-    passes of its own, so not at the same pass of all; None opens it with the capture."""
+    """The window opens once this many requests run in the replica; None opens it with the capture. Each
+    data-parallel rank opens it between two of its own passes, so the ranks do not begin at the same pass."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -186,29 +189,33 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     _parsers: ClassVar[Mapping[str, Parser]] = {"profiler": parse_engine_profiler}
 
     profiler: bool | Literal["passes"] = True
-    """`off`: no engine is recorded, neither those given to `capture` nor those of `instrument` entries.
-    `passes`: the engine's own profiler does not run, and its forward passes are noted."""
+    """`on`: the engine's own profiler runs. `passes`: it does not run, and the engine's forward passes are
+    recorded. `off`: engines are not recorded, neither engines given to `capture` nor engines of `instrument`
+    entries."""
     iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
-    """Engine iterations that are recorded."""
+    """The iterations to record."""
     by_stage: bool = False
-    """Prefill and decode in traces of their own."""
+    """Write prefill and decode to separate traces."""
     merge: bool = False
-    """The engine joins the traces of its own ranks."""
+    """Let the engine merge the traces of its ranks."""
     passes: Count = 100_000
-    """Most forward passes of an engine whose requests are noted beside its traces; 0 for none."""
+    """Largest number of an engine's forward passes that are recorded with their requests; 0 for none."""
     extra: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
-    """Passed through to the engine after a check that its own signature knows every key."""
+    """Further arguments for the engine's profiler. A key that the engine does not accept is an error."""
 
 
 class RoleConfig(Section, frozen=True, kw_only=True):
-    """Processes with a profiler, among roles that a pattern matches. Spans are recorded in all."""
+    """Settings of the roles that a pattern matches: which processes run a profiler. Spans are recorded in all
+    processes.
+    """
 
     _at: ClassVar[str] = "roles.<role>"
     _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks, "profiler": parse_profiler}
 
     ranks: Ranks = "first"
-    """`all`, `first` (rank 0), or global ranks."""
+    """Ranks that run the profiler: `all`, `first` (rank 0), or a list of global ranks."""
     profiler: bool = True
-    """`off`: spans alone in the role's processes. Engines are recorded all the same: `engine.profiler`."""
+    """`off`: no profiler runs in the role's processes. Engines have a switch of their own:
+    `engine.profiler`."""
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
-    """Settings of a role whose work is done by inference engines."""
+    """Options of the role's inference engines."""

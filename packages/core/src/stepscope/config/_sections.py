@@ -1,6 +1,4 @@
-"""Sections of the configuration: recorders, limits, files, work after a capture, and Ascend's
-profiler.
-"""
+"""Sections of the configuration: profilers, limits, files, and work after a capture."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ NsysTrace: TypeAlias = Literal[
 ]
 """The names that `nsys profile --trace` takes."""
 Trigger: TypeAlias = Literal["slow", "exception", "hang", "signal"]
-"""Events upon which the flight recorder writes steps."""
+"""Events that make the flight recorder write steps."""
 
 
 def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
@@ -55,81 +53,83 @@ def _parse_triggers(value: object, field: str) -> tuple[Trigger, ...]:
 
 
 class ScheduleConfig(Section, frozen=True, kw_only=True):
-    """Mini-batches inside a window, as `torch.profiler.schedule` counts them.
+    """Mini-batches to record in a window, as `torch.profiler.schedule` counts them.
 
-    A window is the capture in `continuous` mode, one stage in `discrete` mode; the count starts with it.
+    A window is the whole capture in `continuous` mode and one stage in `discrete` mode. Each window counts
+    its mini-batches from 0.
     """
 
     _at: ClassVar[str] = "torch.schedule"
 
     skip_first: Count = 0
-    """Mini-batches left out once, before the first cycle."""
+    """Mini-batches to skip once, before the first cycle."""
     wait: Count = 0
-    """Mini-batches left out at the start of each cycle."""
+    """Mini-batches to skip at the start of each cycle."""
     warmup: Count = 0
-    """Mini-batches profiled and thrown away: the profiler's own start-up cost falls into them."""
+    """Mini-batches of each cycle that are profiled and discarded, because the profiler's start-up slows
+    them."""
     active: AtLeastOne = 1
-    """Mini-batches recorded in each cycle."""
+    """Mini-batches to record in each cycle."""
     repeat: Count = 1
-    """Cycles; 0 goes on until the window ends."""
+    """Number of cycles; 0 repeats until the window ends."""
 
 
 class TorchConfig(Section, frozen=True, kw_only=True):
-    """Settings of `torch.profiler`. Those that are off by default make steps slower and traces larger."""
+    """Settings of `torch.profiler`. Switches that are off by default make steps slower and traces larger."""
 
     _at: ClassVar[str] = "torch"
     _parsers: ClassVar[Mapping[str, Parser]] = {"activities": _parse_activities}
 
     activities: tuple[Activity, ...] = ("cpu", "cuda")
-    """Devices recorded. One that this torch build lacks is left out and named in the manifest."""
+    """Activities to record. An activity that this machine lacks is left out and named in the manifest."""
     with_stack: bool = False
-    """Python stacks of every operator."""
+    """Record the Python stack of every operator."""
     record_shapes: bool = False
-    """Shapes of every operator's inputs."""
+    """Record the shapes of every operator's inputs."""
     profile_memory: bool = False
-    """Allocations and frees of tensors."""
+    """Record allocations and frees of tensors."""
     with_flops: bool = False
-    """Estimated floating-point operations of matrix products and convolutions."""
+    """Estimate the floating-point operations of matrix products and convolutions."""
     all_threads: bool = False
     """Record threads other than the one that starts the window (costs more per operator)."""
     schedule: ScheduleConfig | None = None
-    """Mini-batches of a window that are recorded; None records all of it."""
+    """Mini-batches of a window to record; None records the whole window."""
 
 
 class CudaMemoryConfig(Section, frozen=True, kw_only=True):
     """Settings of the history of the CUDA caching allocator. Not yet run on a GPU.
 
-    Snapshots are for https://pytorch.org/memory_viz.
+    https://pytorch.org/memory_viz shows the snapshots.
     """
 
     _at: ClassVar[str] = "cuda_memory"
 
     max_entries: AtLeastOne = 100_000
-    """Allocator events to keep, the newest."""
+    """Largest number of allocator events to keep; the oldest are dropped."""
     stacks: Literal["none", "python", "all"] = "python"
-    """Frames of each event: `none`, `python`, or `all` with C++."""
+    """Stack frames of each event: `none`, `python`, or `all` (Python and C++)."""
     on_oom: bool = True
     """Write a snapshot when CUDA runs out of memory during a capture."""
     oom_any_step: Literal["off", "snapshot", "history"] = "off"
-    """The same at any step, with any `tool`. `snapshot`: current allocations; free until it happens.
-    `history`: also their stacks; always records. Workers watch from `prepare` on, or from their first
-    capture."""
+    """Write a snapshot also outside captures, with any `tool`. `snapshot`: the current allocations, at no
+    cost before the error. `history`: also their stacks, which are recorded in every step. Workers begin with
+    this at `prepare`, or at their first capture."""
     oom_snapshots: AtLeastOne = 8
-    """Most snapshots of a run, in `oom/`. Later shortages leave only a `.json`."""
+    """Largest number of snapshots in `oom/` per run. A later error leaves only a `.json`."""
 
 
 class NsysConfig(Section, frozen=True, kw_only=True):
-    """Settings of Nsight Systems, which starts the process."""
+    """Settings of Nsight Systems. `nsys` must start the process."""
 
     _at: ClassVar[str] = "nsys"
 
     trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
-    """Value of nsys' `--trace`. Spans are markers only with `nvtx`. `osrt` and `python-gil` cost most."""
+    """Value of nsys' `--trace`. Spans become markers only with `nvtx`. `osrt` and `python-gil` cost most."""
     report_seconds: Seconds = 120
-    """Longest time that nsys may take to write a window's report, while the training goes on."""
+    """Longest time for nsys to write a window's report. The training goes on meanwhile."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
-    """Further options of nsys, by their long names. Those of `nsys start`, such as `sample`, are given for
-    each window; those of `nsys launch` in `runtime_env` and `command`."""
+    """Further options of nsys: {long name: value}. Options of `nsys start`, such as `sample`, apply to each
+    window; options of `nsys launch` go into its `runtime_env` and `command`."""
 
 
 def parse_counters(value: object, field: str) -> CountersConfig:
@@ -150,42 +150,44 @@ class CountersConfig(Section, frozen=True, kw_only=True):
 
 
 class ThroughputConfig(Section, frozen=True, kw_only=True):
-    """Figures from which a report computes the use of devices."""
+    """Figures from which a report computes the MFU of devices."""
 
     _at: ClassVar[str] = "throughput"
 
     flops_per_token: Positive | None = None
-    """FLOPs of the trained model per training token, some 6 times its parameters. Forward is a third."""
+    """FLOPs of the trained model per training token, forward and backward: about 6 times its parameters."""
     device_peak_tflops: Positive | None = None
-    """Dense TFLOP/s of a device in the precision of the training; None for the BF16 figure of a known
+    """Dense TFLOP/s of a device in the precision of the training. If null, the BF16 figure of a known
     device."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):
-    """Limits. A capture that reaches one of them ends early and keeps what it has; the manifest says
-    `truncated`.
+    """Limits of captures. `seconds` and `memory_mb` end a capture early: it keeps what it has, and the
+    manifest says `truncated`.
     """
 
     _at: ClassVar[str] = "budget"
 
     seconds: Seconds = 300
-    """A capture that is open longer is truncated."""
+    """Longest time that a capture stays open."""
     trace_mb: AtLeastOne = 2048
-    """MB of traces that one process writes in one capture; beyond it no further window opens."""
+    """Most MB of traces of one process in one capture; beyond that, no further window opens."""
     export_seconds: Seconds = 600
-    """Longest wait for files by calls that wait for them."""
+    """Longest time that a call waits for files."""
     fanout_seconds: Seconds = 30
-    """Deadline of one start or stop on one worker or replica."""
+    """Longest time for one worker or replica to start or stop."""
     spans: AtLeastOne = 1_000_000
-    """Spans per process and capture; more are dropped and counted."""
+    """Most spans per process and capture; further spans are dropped and counted."""
     memory_mb: AtLeastOne | None = 32_768
-    """MB by which a process may grow while its profiler records: the buffers are host memory."""
+    """Most MB by which a process may grow during a capture: the profiler's buffers are in host memory. If
+    null, no limit."""
     free_mb: Count = 1024
-    """MB that must be free in `save_path` when a capture begins; with less, spans alone are recorded."""
+    """MB that must be free in `save_path` when a capture begins; with less, only spans are recorded."""
     run_trace_mb: AtLeastOne | None = None
-    """MB of traces that all captures of the folder may take; beyond it spans alone are recorded."""
+    """Most MB of traces of all captures in the folder; beyond that, only spans are recorded. If null, no
+    limit."""
     keep_steps: AtLeastOne | None = None
-    """Number of the newest captured steps of this run to keep. Older ones are removed."""
+    """Number of this run's captured steps to keep. Older steps are deleted. If null, all are kept."""
 
 
 class ControlConfig(Section, frozen=True, kw_only=True):
@@ -194,13 +196,14 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "control"
 
     requests: bool = True
-    """Listen for requests: look at `control.json` in `save_path` when a step begins."""
+    """Listen for requests: read `control.json` in `save_path` when a step begins."""
     poll_seconds: Seconds = 2
-    """Time between two looks of a thread, which answers requests before the next step begins."""
+    """Interval in which a thread reads `control.json`, so that requests are answered before the next step
+    begins."""
 
 
 class RecorderConfig(Section, frozen=True, kw_only=True):
-    """Settings of the flight recorder: the steps that it keeps, and when it writes them."""
+    """Settings of the flight recorder: the steps that it keeps, and the events that write them."""
 
     _at: ClassVar[str] = "recorder"
     _parsers: ClassVar[Mapping[str, Parser]] = {"triggers": _parse_triggers}
@@ -208,21 +211,22 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     keep_steps: AtLeastOne = 20
     """Steps whose spans stay in memory."""
     memory_mb: AtLeastOne = 64
-    """MB of spans in each process, attributes not counted, and of passes in each engine. Beyond it, the
-    oldest are dropped."""
+    """Most MB of spans in each process (without their attributes), and of passes in each engine; the oldest
+    are dropped."""
     triggers: tuple[Trigger, ...] = ("slow", "exception", "hang", "signal")
-    """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always does."""
+    """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always writes
+    steps."""
     slow_factor: Annotated[float, msgspec.Meta(gt=1)] = 1.5
-    """A step is slow if it takes this many times the median of the last 50 of its kind. Never one of the
-    first 10, and not if one of its kind was as long before."""
+    """A step is slow if it takes this many times the median of the steps of its kind among the last 50. The
+    first 10 steps are never slow, nor is a step that takes as long as an earlier long step of its kind."""
     hang_seconds: Seconds = 600
-    """A step hangs if no span begins for this long in the process that bounds steps."""
+    """A step hangs if no span begins for this long in the process that begins and ends steps."""
     last: AtLeastOne = 2
-    """Steps that a trigger writes: the one that caused it, and those before it."""
+    """Number of steps that a trigger writes: the step of the event and the steps before it."""
     per_trigger: AtLeastOne = 3
-    """Times that each trigger writes in one run."""
+    """Largest number of times that each trigger writes in one run."""
     then_capture: Count = 0
-    """Steps captured with the profilers after a slow one. None by default: nobody selected them."""
+    """Number of steps to capture with the profilers after a slow step."""
 
 
 class ExportConfig(Section, frozen=True, kw_only=True):
@@ -231,10 +235,10 @@ class ExportConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "export"
 
     when: Literal["background", "deferred"] = "background"
-    """`background`: a thread starts at once. `deferred`: not before `stepscope.flush()`, a wait on the
-    result, the next capture, or exit; costs nothing inside the step."""
+    """`background`: a thread exports at once. `deferred`: the export begins at `stepscope.flush()`, a wait
+    for the result, the next capture, or exit, and costs nothing inside the step."""
     compress: bool = True
-    """Write `.json.gz` (igzip); otherwise plain `.json`, some ten times the size."""
+    """Write `.json.gz` instead of `.json`, which is about ten times larger."""
 
 
 def _parse_names(value: object, field: str) -> tuple[str, ...]:
@@ -246,7 +250,7 @@ def _parse_names(value: object, field: str) -> tuple[str, ...]:
 
 
 class FinishConfig(Section, frozen=True, kw_only=True):
-    """Work after each capture, by the process that opened it, once the files are there."""
+    """Work after each capture, in the process that opened it, once all files are written."""
 
     _at: ClassVar[str] = "finish"
     _parsers: ClassVar[Mapping[str, Parser]] = {
@@ -255,16 +259,16 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     }
 
     command: str | None = None
-    """A shell command, with STEPSCOPE_STEP_PATH and others in its environment."""
+    """Shell command to run. The variable STEPSCOPE_STEP_PATH has the step's folder."""
     report_to: tuple[str, ...] = ()
-    """Writers of the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed one."""
+    """Writers of the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or other installed writers."""
     gather: bool = True
-    """Fetch over Ray the recordings of Ray workers on hosts that do not share `save_path`."""
+    """Fetch recordings over Ray from hosts that do not share `save_path`."""
     timeout_s: Seconds = 600
-    """Limit for each of these programs, which is then killed with its children. At exit the process waits
-    this long for each."""
+    """Time limit of the command and of the writers; each is then killed with its children. At exit the
+    process waits this long for each."""
     ranks: Ranks = "first"
-    """Ranks that run these programs if each rank opens its own captures, without workers."""
+    """Ranks that run the command and the writers, if each rank opens its own captures without workers."""
 
 
 NpuContent: TypeAlias = Literal["npu", "cpu", "memory", "shapes", "module", "stack"]
@@ -293,11 +297,13 @@ _NAMED_HERE = {
     "mstx_domain_include": "npu.domains_include",
     "mstx_domain_exclude": "npu.domains_exclude",
 }
-"""Arguments of torch_npu that have their own field."""
+"""{argument of torch_npu's `_ExperimentalConfig`: the setting that replaces it}."""
 
 
 def _parse_contents(value: object, field: str) -> tuple[NpuContent, ...]:
-    """Return the contents; [] is the default: tools that record nothing then leave empty files."""
+    """Return the contents. An empty list means the default, because a profiler without contents writes empty
+    files.
+    """
     items = items_of(value)
     if items == []:
         return _DEFAULT_CONTENTS  # type: ignore[return-value]  # two of the literals
@@ -318,7 +324,7 @@ def _parse_domains(value: object, field: str) -> tuple[str, ...]:
 class NpuConfig(Section, frozen=True, kw_only=True):
     """Settings of `torch_npu.profiler`. Not yet run on an NPU.
 
-    Those that are off by default make steps slower and data larger.
+    Each switch that is off by default makes steps slower and recordings larger.
     """
 
     _at: ClassVar[str] = "npu"
@@ -329,33 +335,33 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     }
 
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
-    """Device detail, at growing cost: `level_none` (only markers), `level0`, `level1`, `level2`."""
+    """Detail of device data, at growing cost: `level_none` (only markers), `level0`, `level1`, `level2`."""
     contents: tuple[NpuContent, ...] = _DEFAULT_CONTENTS  # type: ignore[assignment]  # two of the literals
     """Any of `npu`, `cpu`, `memory`, `shapes`, `module`, `stack`. `stack` costs most; `module` is cheaper. An
-    empty list is this default."""
+    empty list means the default."""
     aic_metrics: AicMetrics | None = None
     """Counters of the AI cores: `PipeUtilization`, `ArithmeticUtilization`, `Memory`, `MemoryL0`, `MemoryUB`,
     `MemoryAccess`, `ResourceConflictRatio`, `L2Cache`. Needs `level1` or `level2`."""
     l2_cache: bool = False
-    """Hit rates of the L2 cache."""
+    """Record hit rates of the L2 cache."""
     export: Literal["text", "db"] = "text"
-    """Output of the analysis: `trace_view.json` with CSV tables, or one SQLite file."""
+    """Output of the analysis: `trace_view.json` and CSV tables (`text`), or one SQLite file (`db`)."""
     analysis: bool = False
-    """Analyse each recording after its window, in another process: minutes of CPU. `stepscope analyse` does
-    it later."""
+    """Analyse each recording after its window, in another process, which takes minutes of CPU. `stepscope
+    analyse` can do it later."""
     markers: bool = True
-    """An mstx range for every span. Needs NPU data, which is then recorded whatever `contents` says."""
+    """Write an mstx range for every span. NPU data is then recorded even if `contents` lacks `npu`."""
     domains_include: tuple[str, ...] = ()
-    """Record mstx ranges of these domains alone; none means all that are not excluded."""
+    """Record only mstx ranges of these domains. If empty, all domains that are not excluded."""
     domains_exclude: tuple[str, ...] = ("communication",)
-    """mstx domains left out. Without effect beside `domains_include`."""
+    """mstx domains to leave out. No effect if `domains_include` is set."""
     data_simplification: bool = True
     """Delete intermediate files after the analysis."""
     schedule: ScheduleConfig | None = None
-    """Mini-batches of a window that are recorded; None records all of it."""
+    """Mini-batches of a window to record; None records the whole window."""
     extra: dict[str, ExtraValue] = msgspec.field(default_factory=dict)
-    """Further arguments of `torch_npu.profiler._ExperimentalConfig`, passed through after a check that the
-    installed one has them: `gc_detect_threshold`, `host_sys`, `sys_io`..."""
+    """Further arguments of `torch_npu.profiler._ExperimentalConfig`: `gc_detect_threshold`, `host_sys`,
+    `sys_io`... An argument that the installed torch_npu lacks is an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Layers of settings (a file, the environment, arguments), and how they are merged."""
+"""Layers of settings (a file, the environment, arguments), and their merge."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
-"""Variables that `finish.command` gets in its environment, in addition to settings."""
+"""Variables that stepscope sets for `finish.command`."""
 RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name
     for name in ("COLLECTIVES", "CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )
-"""`STEPSCOPE_` variables that are no settings of `ProfileConfig`."""
+"""`STEPSCOPE_` variables that are not fields of `ProfileConfig`."""
 
 
 def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
-    """Return `upper` over `lower`: mappings key by key, everything else replaced."""
+    """Return `lower` updated by `upper`: mappings are merged key by key, other values are replaced."""
     result = dict(lower)
     for key, value in upper.items():
         below = result.get(key)
@@ -47,8 +47,8 @@ def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[st
 
 
 def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
-    """Merge roles. A role that only `upper` has goes before the first pattern that would hide it, else
-    last.
+    """Merge roles. A role that only `upper` has is inserted before the first pattern that would match it,
+    else last.
     """
     known = {pattern: value for pattern, value in upper.items() if pattern in lower}
     items = list(overlay(lower, known).items())
@@ -60,7 +60,7 @@ def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> 
 
 
 def refuse_verl(data: Mapping[str, object], field: str) -> None:
-    """Check that `data` is not verl's configuration.
+    """Check that `data` is not a configuration of verl.
 
     Raises:
         ConfigError: `data` has verl's keys.
@@ -76,12 +76,12 @@ def refuse_verl(data: Mapping[str, object], field: str) -> None:
 def file_layer(
     root: type[Section], path: str | os.PathLike[str], *, named_by: str = "the configuration file"
 ) -> Mapping[str, object]:
-    """Return the settings of a YAML file, which are checked on their own first.
+    """Return the settings of a YAML file, after checking them without the other layers.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or a setting is wrong; says which file.
+        ConfigError: the file cannot be read, is not YAML, or has a wrong setting. The error names the file.
     """
-    from stepscope.config._yaml import load  # yaml costs 20 ms, and only this needs it
+    from stepscope.config._yaml import load  # imported here, because yaml costs 20 ms
 
     data = load(path, named_by)
     refuse_verl(data, os.fspath(path))
@@ -93,16 +93,17 @@ def file_layer(
 
 
 def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings in `STEPSCOPE_*`: upper case, two underscores for a dot, JSON for a mapping.
+    """Return the settings of `STEPSCOPE_*` variables: names in upper case with two underscores for each dot,
+    mappings as JSON.
 
     Raises:
-        ConfigError: a variable names no setting, or its text is no value of the setting.
+        ConfigError: a variable does not name a setting, or its text is not a value of that setting.
     """
     layer: dict[str, object] = {}
     mistakes = Mistakes()
-    # Alone, STEPSCOPE_STEP is a slip for STEPSCOPE_STEPS.
+    # `finish.command` gets all three variables. STEPSCOPE_STEP alone is a typing error for STEPSCOPE_STEPS.
     reserved = RESERVED_VARIABLES if environ.keys() >= _FINISH else RESERVED_VARIABLES - _FINISH
-    for variable in sorted(environ):  # STEPSCOPE_TORCH first: STEPSCOPE_TORCH__WITH_STACK lies over it
+    for variable in sorted(environ):  # STEPSCOPE_TORCH before STEPSCOPE_TORCH__WITH_STACK, which overrides it
         if variable.startswith(PREFIX) and variable not in reserved:
             path = variable.removeprefix(PREFIX).lower().split("__")
             *above, name = path
@@ -116,8 +117,8 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each `STEPSCOPE_*` variable that is not read, with the nearest known name."""
-    from stepscope.config._profile import ProfileConfig  # imports this module
+    """Return a line for each unknown `STEPSCOPE_*` variable, with the most similar known name."""
+    from stepscope.config._profile import ProfileConfig  # a cycle: _profile imports this module
 
     lines = []
     for variable in sorted(environ):
@@ -136,7 +137,7 @@ def _is_setting(root: type[Section], path: list[str]) -> bool:
 
 
 def _value_of(root: type[Section], path: list[str], variable: str, text: str) -> object:
-    """Return the value that `text` stands for in the setting at `path`."""
+    """Return the value of the setting at `path` that `text` spells."""
     *above, name = path
     owner: object = root
     for part in above:
@@ -151,7 +152,7 @@ def _value_of(root: type[Section], path: list[str], variable: str, text: str) ->
         if section_of(kind) or get_origin(kind) is dict:
             data = _decode(kind, text, field)
             parser(data, field) if parser else take(kind, data, field)
-            return data  # as written: it is merged with other layers
+            return data  # not converted yet, because it is merged with other layers first
         return parser(text, field) if parser else convert(kind, text, field, from_text=True)
     except ConfigError as error:
         raise _located(error, variable) from None
@@ -171,7 +172,8 @@ def _below(kind: object, part: str) -> object | None:
     section = section_of(kind)
     if section is not None:
         return kinds(section).get(part)
-    # Roles, whose names are the user's. Not engine.extra: a text does not say of which type it is, JSON does.
+    # A dict of sections is `roles`, with names from the user. `engine.extra` has no keys here: its values
+    # have several types, which only JSON distinguishes.
     return section_of(get_args(kind)[1]) if get_origin(kind) is dict and part else None
 
 
@@ -186,7 +188,7 @@ def _unknown_variable(root: type[Section], path: list[str], variable: str, text:
 
 
 def _names(section: type[Section], role: str) -> Iterator[str]:
-    """Yield the path of every setting, its parts joined by two underscores."""
+    """Yield the path of every setting, with two underscores for each dot."""
     for name, kind in kinds(section).items():
         yield name
         if get_origin(kind) is dict:

@@ -1,4 +1,4 @@
-"""Steps that are captured, and the spelling of ranges of steps and of ranks: the same everywhere."""
+"""Ranges of steps and of ranks, which are spelled in the same way everywhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _SLICE = re.compile(r"([0-9]{1,18}):([0-9]{0,18})(?::([0-9]{0,18}))?")
 
 
 def parse_range(text: str) -> tuple[int, int | None, int] | None:
-    """Return start, stop (not in the range, or None if there is no end) and stride, or None if the text
-    spells no range."""
+    """Return (start, stop, stride) as `range` has them, or None if the text is not a range. `stop` is None if
+    the range has no end.
+    """
     if every := _EVERY.fullmatch(text):
         return 0, None, int(every[1])
     if span := _SPAN.fullmatch(text):
@@ -33,11 +34,11 @@ def parse_range(text: str) -> tuple[int, int | None, int] | None:
 
 
 def check_range(start: int, stop: int | None, stride: int, shown: object, field: str) -> None:
-    """Check that a range holds something.
+    """Check that a range is not empty.
 
     Raises:
-        ConfigError: the range is empty, or its stride is not positive. `shown` is the range as it was
-            written.
+        ConfigError: the range is empty, or its stride is not positive. The error quotes `shown`, the range as
+            the user wrote it.
     """
     if stop is not None and stop <= start:
         fix = f"write {start} for that one alone, or a higher end"
@@ -49,11 +50,11 @@ def check_range(start: int, stop: int | None, stride: int, shown: object, field:
 
 
 def parse_ranges(text: str, field: str) -> tuple[range, ...]:
-    """Return the ranges of a text with commas between them. A range without an end gets Python's largest
-    size.
+    """Return the ranges in a text with commas between them. The stop of a range without an end is
+    `sys.maxsize`.
 
     Raises:
-        ConfigError: a part of the text is no range, or an empty one.
+        ConfigError: a part of the text is not a range, or is an empty range.
     """
     return tuple(_range(part.strip(), field) for part in text.split(","))
 
@@ -94,7 +95,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
     @property
     def spelled(self) -> int | str:
-        """Return the range as it is written and read back: 7, "3-7", "10:50:10", "every:50"."""
+        """Return the shortest spelling of the range: 7, "3-7", "10:50:10", "every:50"."""
         if self.stop is None and self.start == 0:
             return f"every:{self.stride}"
         if self.stop is None:
@@ -109,7 +110,7 @@ StepSpec: TypeAlias = SupportsIndex | str | StepRange
 
 
 def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
-    """Return steps in any of their spellings as ranges, in written order. A step may be in several ranges."""
+    """Return the ranges of steps in `value`, in the given order. A step may be in several ranges."""
     ranges, mistakes = list[StepRange](), Mistakes()
     for item in _items(value, field):
         with mistakes.noted():

@@ -1,8 +1,9 @@
-"""verl's profiler configuration as ours: `global_profiler` and the roles' `profiler` blocks.
+"""Translation of verl's profiler configuration: `global_profiler` and the `profiler` block of each role.
 
-The keys are those of verl 0.7.1 to 0.9. A rollout's tool may also have those of verl's pull request 5025,
-which 5121 undid and forks still have: `step_start`, `step_end`, `profile_by_stage`, `merge_profiles`. A
-setting that behaves differently in verl, or has no counterpart here, is reported as a difference.
+Keys of verl 0.7.1 to 0.9 are known. The tool of a rollout may also have four keys of verl's pull request
+5025, which pull request 5121 reverted but forks still have: `step_start`, `step_end`, `profile_by_stage`,
+`merge_profiles`. A setting that behaves differently in verl, or has no counterpart here, is reported as a
+difference.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _BLOCKS = {
     "ref": "actor_rollout_ref.ref.profiler",
     "critic": "critic.profiler",
 }
-"""{role of stepscope: place of its block in verl's configuration}."""
+"""{role: path of its block in verl's configuration}."""
 _OLD = {
     "trainer.profile_steps": ("0.5", "write global_profiler.steps"),
     "actor_rollout_ref.profiler": ("0.5", "write one under actor_rollout_ref.actor, .rollout and .ref"),
     "reward_model.profiler": ("0.5 to 0.7.0", "take it out: later releases profile no reward model"),
 }
-"""{key of older releases: (the releases, its replacement)}."""
+"""{key of older releases: (the releases, the fix)}."""
 _TOOLS = {"torch": "torch", "nsys": "nsys", "npu": "npu", "torch_memory": "cuda_memory"}
 _TRAINING = ("actor", "critic", "ref")
 _FINISH_VARIABLES = {
@@ -36,7 +37,7 @@ _FINISH_VARIABLES = {
     "PID": "$STEPSCOPE_PID",
     "ROLE": "$STEPSCOPE_ROLE",
 }
-"""{variable of verl's `finish_hook_cmd` after VERL_PROFILE_: variable with the same value here}."""
+"""{variable of verl's `finish_hook_cmd`, without VERL_PROFILE_: stepscope's variable with the same value}."""
 _CONTENTS = {
     "torch": ("cuda", "cpu", "memory", "shapes", "stack"),
     "npu": ("npu", "cpu", "memory", "shapes", "module", "stack"),
@@ -52,15 +53,15 @@ _OPTIONS = {
     "memory_snapshot_num_steps", "context", "stacks", "kw_args", "controller_nsight_options",
     "worker_nsight_options",
 }  # fmt: skip
-"""Known keys of verl's tools."""
+"""Known keys of `tool_config.<tool>` in verl."""
 
 
 def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
-    """Return the settings of `ProfileConfig` that equal verl's configuration, and the differences.
+    """Translate verl's configuration. Return settings of `ProfileConfig`, and a text for each difference.
 
     Raises:
-        ConfigError: `source` is no configuration of verl's, is one of a release before 0.7.1, or asks for
-            what stepscope does not have.
+        ConfigError: `source` is not a configuration of verl, has keys of a release before 0.7.1, or asks for
+            a tool that stepscope does not have.
     """
     tree = _Tree(source)
     for path, (releases, fix) in _OLD.items():
@@ -80,7 +81,7 @@ def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
 
 
 class _Reading:
-    """Builds the settings and collects the differences."""
+    """Translator of one configuration: methods return settings, and add to `differences`."""
 
     def __init__(self) -> None:
         self.differences: list[str] = []
@@ -117,8 +118,8 @@ class _Reading:
         return settings
 
     def supervised(self, block: Block, interval: Any) -> dict[str, object]:
-        """Return the settings of verl's SFT trainer, which has one block at the top and an interval that
-        includes its end.
+        """Translate the configuration of verl's SFT trainer: one `profiler` block, and an interval of steps
+        that includes its end.
         """
         if not isinstance(interval, list | tuple) or len(interval) != 2 or interval[1] < interval[0]:
             fix = "write [start, end], or [-1, -1] for none; verl refuses it too"
@@ -162,9 +163,7 @@ class _Reading:
                     self.differ(f"{at}.{key} is no setting of verl's, and is left out")
 
     def mode(self, tools: Mapping[str, Block], shared: Block) -> str:
-        """Return one mode for the run: that of the training roles, whose `discrete` has the same meaning as
-        here.
-        """
+        """Return the mode of the training roles, because their `discrete` means the same in verl and here."""
         discrete_of = {
             role: bool(tool.get("discrete", shared.get("discrete"))) for role, tool in tools.items()
         }
@@ -264,10 +263,11 @@ def _at(role: str) -> str:
 
 
 def _options(role: str, block: Block, tool: str | None) -> Block:
-    """Return a role's options of the tool, with underscores in the keys and an engine's contents as keys.
+    """Return the options of a role's tool. Keys have underscores, and contents that concern an engine become
+    keys.
 
     Raises:
-        ConfigError: verl refuses one of the contents, or a key is one of an older release.
+        ConfigError: verl refuses an item of the contents, or a key is from an older release.
     """
     given: Block = (block.get("tool_config") or {}).get(tool) or {}
     options = {str(key).replace("-", "_"): value for key, value in given.items()}
@@ -294,11 +294,11 @@ def _options(role: str, block: Block, tool: str | None) -> Block:
 
 
 def _window(options: Block, at: str) -> tuple[int, int | None, str]:
-    """Return the first engine iteration that a rollout records, the iteration after the last, and the keys'
-    names.
+    """Return the first engine iteration to record, the iteration after the last, and the names of the two
+    keys.
 
     Raises:
-        ConfigError: verl refuses the window.
+        ConfigError: verl refuses these numbers.
     """
     tokens = options.get("profile_token_start") is not None or options.get("profile_token_end") is not None
     prefix = "profile_token" if tokens else "step"
@@ -313,7 +313,7 @@ def _window(options: Block, at: str) -> tuple[int, int | None, str]:
         if tokens:
             allowed = f"a number above profile_token_start ({first})"
             raise ConfigError(f"{at}.profile_token_end", last, allowed, "verl refuses it too")
-        last = None  # -1, the default of the pull request: all
+        last = None  # -1, the default of the pull request, means all iterations
     return first, last, f"{prefix}_start and {prefix}_end"
 
 
@@ -322,7 +322,7 @@ def _torch(contents: list[str], schedule: Block, mode: str) -> dict[str, object]
         option: True for name, option in _TORCH_OPTIONS.items() if name in contents
     }
     if contents and "cuda" not in contents:
-        settings["activities"] = ["cpu"]  # verl's torch records the CPU whatever `contents` says
+        settings["activities"] = ["cpu"]  # verl's torch profiler always records the CPU
     if (schedule.get("active") or 0) > 0:
         names = ("skip_first", "wait", "warmup", "active", "repeat")
         walked = {name: int(schedule.get(name) or 0) for name in names}
@@ -336,11 +336,13 @@ def _save_path(given: object) -> str:
     path = "outputs/profile" if given is None else given
     if not isinstance(path, str):
         raise ConfigError("global_profiler.save_path", given, "the path of a folder", "write a path")
-    return os.path.abspath(os.path.expanduser(path))  # verl's is relative to each worker's own folder
+    return os.path.abspath(os.path.expanduser(path))  # in verl, relative to each worker's folder
 
 
 class _Tree:
-    """verl's configuration. A value is resolved when asked for: `${...}` may stand anywhere else."""
+    """verl's configuration. Only values that are read are resolved, because an unread `${...}` may be
+    unresolvable.
+    """
 
     def __init__(self, source: object) -> None:
         if isinstance(source, str | os.PathLike):
@@ -353,7 +355,7 @@ class _Tree:
         self._root: Any = source
 
     def get(self, path: str) -> Any:
-        """Return the value at `path` as plain data, with references filled in; None if there is none."""
+        """Return the value at `path` as plain data with `${...}` resolved, or None if there is no value."""
         value = self._root
         for name in path.split("."):
             if not isinstance(value, Mapping) and not _is_omegaconf(value):

@@ -1,4 +1,6 @@
-"""YAML files: `10:50:10` is a text, `5e10` a number, and a key that is written twice is an error."""
+"""YAML files, with three changes to PyYAML: `10:50:10` is text, `5e10` is a number, and a duplicate key is an
+error.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from stepscope.errors import ConfigError
 _INT = "tag:yaml.org,2002:int"
 _MOST_BYTES = 1 << 20
 _SHOWN = 120
-"""Characters of a line that an error quotes."""
+"""Largest number of characters of a line that an error quotes."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML has it, without octal and base-60 integers."""
+    """PyYAML's safe loader, without octal and base-60 integers."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        # PyYAML keeps the last of two equal keys and says nothing.
+        # PyYAML silently keeps the last of two equal keys.
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -32,13 +34,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Base 60 would read the range 10:50:10 as the step 39010.
+# In base 60, the range 10:50:10 would be the step 39010.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
-# YAML 1.2 has numbers like 5e10. PyYAML wants a point and a sign: 5.0e+10.
+# 5e10 is a number in YAML 1.2. PyYAML accepts only a point and a sign: 5.0e+10.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -48,7 +50,7 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
     """Return the top-level mapping of a YAML file; {} if it is empty. Errors call the file `named_by`.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds something else.
+        ConfigError: the file cannot be read, is not YAML, or does not contain a mapping.
     """
     name, text = os.fspath(path), b""
     try:
@@ -62,7 +64,7 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
         raise ConfigError(named_by, name, allowed, "correct the path, or the file's permissions") from None
     except ConfigError:
         raise
-    # PyYAML lets through what int() and date() raise, and an end of the stack.
+    # PyYAML does not wrap errors of int() and date(), nor a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(named_by, name, "a YAML file", _correction(error, text)) from None
     if data is not None and not isinstance(data, Mapping):
@@ -71,11 +73,11 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
 
 
 def _correction(error: Exception, text: bytes) -> str:
-    """Return the line that is wrong, the reason, and the way to write it."""
+    """Return the wrong line, what is wrong with it, and how to write it."""
     lines = text.decode(errors="replace").splitlines()
     mark, begun = (getattr(error, name, None) for name in ("problem_mark", "context_mark"))
     if mark is not None and mark.line >= len(lines):
-        mark = begun  # at the end of the file
+        mark = begun  # the mark is at the end of the file
     if mark is None or mark.line >= len(lines):
         return f"correct it: {error}"
     problem = getattr(error, "problem", None) or "it cannot be read"

@@ -1,4 +1,4 @@
-"""Presets: the functions of known frameworks, in a YAML file each of `frameworks/`."""
+"""Presets: the functions of known frameworks. Each preset is a YAML file in `frameworks/`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from stepscope.config._instrument import preset_names as preset_names
 
 
 class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting of the framework that advice may suggest to change."""
+    """A setting of the framework that the report may advise to change."""
 
     name: str
     """The setting's name as users write it: `trainer.balance_batch`, `--use-dynamic-batch-size`."""
     better: bool | str = True
     """The value that turns a switch on."""
     instead_of: tuple[str, ...] = ()
-    """Values of a switch that mean off, if its values are words; else empty."""
+    """Words for off, if the switch has words as values; else empty."""
     where: str | None = None
-    """Another setting that has to be on for this one to have an effect, or None."""
+    """A setting that must be on for this setting to have an effect, or None."""
 
 
 def place_of(name: str) -> tuple[str, ...]:
@@ -33,12 +33,12 @@ def place_of(name: str) -> tuple[str, ...]:
 
 
 class ListedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that are read from a framework's configuration when a step begins. No others are read."""
+    """The settings that are read from a framework's configuration when a step begins."""
 
     at: str
-    """Path to the configuration from a function that begins a step."""
+    """Path to the configuration, from an argument of the function that begins a step."""
     names: dict[str, ListedSetting | str]
-    """{knob: setting}. A plain text is the setting's name."""
+    """{knob of the report's advice: setting}. A text is short for a `ListedSetting` with that name."""
 
     def items(self) -> Iterator[tuple[str, ListedSetting]]:
         """Yield each knob with its setting."""
@@ -51,24 +51,24 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     distribution: str
-    """The package whose installed version is compared."""
+    """The package whose installed version is compared with `since` of entries."""
     tested: str
-    """The versions, or the commit, in which the names were looked up."""
+    """The versions, or the commit, in which the functions were checked."""
     entries: tuple[InstrumentConfig, ...]
     integration: str | None
-    """Module of stepscope that is imported once the framework is, or None."""
+    """Module of stepscope that is imported after the framework, or None."""
     covers: dict[str, tuple[str, ...]]
-    """{`module:name` of a function whose first argument is the trainer: classes of trainers whose work has
-    entries}."""
+    """{function: trainer classes that the entries cover}. The function is `module:name`; its first argument
+    is the trainer."""
     settings: ListedSettings | None = None
 
 
 def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: None) -> Preset:
-    """Return the preset `name`, one of `preset_names()`.
+    """Read the preset `name`, one of `preset_names()`.
 
     Args:
-        installed: Returns the installed version of a distribution. Entries that need a newer version are left
-            out; for None, all entries are kept.
+        installed: Returns the installed version of a distribution, or None. Entries that need a newer version
+            are left out; with None, all entries are kept.
     """
     from stepscope.config._yaml import load  # import time: yaml costs 20 ms
 
@@ -92,9 +92,9 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release, for the comparison with a preset's `since`: `0.8.0rc1` -> (0, 8)."""
+    """Return the numbers of a release, without zeros at the end: `0.8.0rc1` -> (0, 8)."""
     release = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
     numbers = [] if release is None else [int(part) for part in release[1].split(".")]
-    while numbers and not numbers[-1]:  # 0.9 is no older than 0.9.0
+    while numbers and not numbers[-1]:  # so that 0.9 equals 0.9.0
         numbers.pop()
     return tuple(numbers)
