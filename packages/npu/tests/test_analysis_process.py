@@ -1,4 +1,4 @@
-"""The process that an analysis runs in: what it says, what it leaves, and how it ends."""
+"""Tests of the process of an analysis: its errors, its files, and its end."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def recording(tmp_path: Path) -> Path:
 
 
 def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """`program` in place of torch_npu's analysis; the folder is its first argument."""
+    """Replace torch_npu's analysis by `program`, whose first argument is the recording."""
     monkeypatch.setattr(_analysis, "_PROGRAM", f"import sys\nfrom pathlib import Path\n{program}")
 
 
 def ends(pid: int, within_s: float) -> bool:
-    """Return whether a killed process is gone; where the machine is busy, it still runs for a moment."""
+    """Return whether a killed process ends in time. On a busy machine it still runs for a moment."""
     state = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -63,7 +63,7 @@ def test_an_analysed_recording_is_left_alone(recording: Path, monkeypatch: pytes
     )
     run_instead(monkeypatch, made)
     [first] = analyse(recording, timeout_s=60)
-    assert analyse(recording, timeout_s=60) == [first]  # a second mkdir would have failed
+    assert analyse(recording, timeout_s=60) == [first]  # a second run's mkdir would fail
     assert NpuAnalyser().waiting(recording.parent) == []
 
 
@@ -101,7 +101,7 @@ def test_half_a_timeline_of_an_analysis_that_was_ended_does_not_count(
     run_instead(monkeypatch, f"{half}; {told}; import threading; threading.Event().wait()")
 
     def too_late(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
-        written.read_text()  # waits until half of it is there
+        written.read_text()  # waits for half a timeline
         raise subprocess.TimeoutExpired("analyse", timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", too_late)
@@ -125,7 +125,7 @@ def test_a_process_that_the_analysis_has_started_ends_with_it(
     pids: list[int] = []
 
     def too_late(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
-        pids.append(int(told.read_text()))  # waits until the child is there
+        pids.append(int(told.read_text()))  # waits for the child's pid
         raise subprocess.TimeoutExpired("analyse", timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", too_late)
@@ -136,8 +136,10 @@ def test_a_process_that_the_analysis_has_started_ends_with_it(
 
 @pytest.fixture
 def adviser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A stand-in for msprof-analyze, for what the published one does not do when it is asked to. What that
-    one leaves is in real/test_analysis.py."""
+    """Return a function that installs a program as `msprof-analyze`, to test failures of this tool.
+
+    `real/test_analysis.py` has the tests of the published msprof-analyze.
+    """
 
     def install(program: str) -> None:
         tool = tmp_path / "msprof-analyze"

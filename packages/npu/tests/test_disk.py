@@ -13,7 +13,7 @@ from stepscope_npu import _disk
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a complete recording in its first folder: operators, device data, and information."""
+    """Return a complete recording, not moved yet, with operators, device data and `profiler_info_0.json`."""
     folder = tmp_path / "made" / "in" / "host_1_2_ascend_pt"
     (folder / "FRAMEWORK").mkdir(parents=True)
     (folder / "FRAMEWORK" / "torch.op_range").write_text("operators")
@@ -60,7 +60,7 @@ def test_where_torch_npu_has_made_no_folder_that_is_said(tmp_path: Path) -> None
 def test_the_version_of_cann_is_what_the_recording_says_if_it_says_one(
     folder: Path, content: str, known: str | None
 ) -> None:
-    (folder / "profiler_info.json").write_text("{")  # damaged, and read first or last
+    (folder / "profiler_info.json").write_text("{")  # a damaged file beside the good one
     (folder / "profiler_info_0.json").write_text(content)
     assert _disk.cann_version(folder) == known
 

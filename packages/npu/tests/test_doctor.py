@@ -29,7 +29,7 @@ def test_a_machine_without_cann_breaks_import_torch_and_one_variable_repairs_it(
     assert autoload.fix == f"export {AUTOLOAD}=0"
     repaired = Seen(torch_npu="2.13.0", autoloads=True, message=LIBHCCL, environ={AUTOLOAD: "0"})
     assert AUTOLOAD not in states(repaired)
-    old = Seen(torch_npu="2.1.0.post8", message=LIBHCCL)  # `import torch` leaves it alone
+    old = Seen(torch_npu="2.1.0.post8", message=LIBHCCL)  # `import torch` does not load this torch_npu
     assert AUTOLOAD not in states(old)
 
 

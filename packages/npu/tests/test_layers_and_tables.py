@@ -1,4 +1,4 @@
-"""Single layers of `trace_view.json` and tables of a database as events, and what is left out."""
+"""Tests of single layers of `trace_view.json` and of single tables of a database."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def output(tmp_path: Path) -> Path:
 
 
 def view(output: Path, layers: dict[int, str], *events: dict[str, object]) -> Path:
-    """`layers` is {pid: process_name}. An event is an `X` at 1 us of the first one, if not told else."""
+    """Write a trace with `layers` {pid: process_name} and `events`.
+
+    An event without its own fields is a slice named `x` at 1 us in the first layer.
+    """
     names = [{"ph": "M", "name": "process_name", "pid": p, "args": {"name": n}} for p, n in layers.items()]
     one: dict[str, object] = {
         "ph": "X",
@@ -79,7 +82,7 @@ def ts(at_us: int) -> str:
 
 
 def database(output: Path, **tables: tuple[str, Rows]) -> Path:
-    """`tables` is {name: (its columns, its rows)}."""
+    """Write a database with `tables` {name: (columns, rows)}."""
     path = output / "ascend_pytorch_profiler.db"
     with closing(sqlite3.connect(path)) as made, made:
         tables = {"STRING_IDS": ("id, value", list(STRINGS.items())), **tables}
@@ -110,7 +113,7 @@ def test_a_layer_says_what_its_events_are(output: Path) -> None:
         ("HCCL", "communication"),
         ("Overlap Analysis", None),
         ("copy", "gpu_memcpy"),
-        ("SDMA", None),  # the next two have no operator: parts of a collective
+        ("SDMA", None),  # the first of two parts of a collective, which have no operator
         ("AI_CORE", None),
         ("MatMul", "kernel"),
         ("MindIE's", "kernel"),
@@ -191,7 +194,7 @@ def test_a_task_of_a_collective_has_its_name(output: Path) -> None:
 
 
 def test_what_other_tables_list_is_not_counted_again_as_tasks(output: Path) -> None:
-    """As on a 910B: HCCL's kernels that wait are AI_CORE too, and a collective has a task for each part."""
+    """On a 910B, HCCL's kernels that wait are AI_CORE too, and a collective has a task for each part."""
     columns = "startNs, endNs, taskType, globalTaskId"
     tasks: Rows = [(AT + at, AT + at + 1, 3, at) for at in range(4)]  # 0: an operator; 1, 2: parts
     path = database(
@@ -246,7 +249,7 @@ def test_names_that_are_no_text_cost_their_letters_alone_and_few_are_kept_in_mem
 
 
 def test_a_table_that_cannot_be_read_costs_itself(output: Path) -> None:
-    """Here a view, as which a producer may give a table too."""
+    """The table is a SQL view here, as a producer may write it, and reading it raises an error."""
     path = database(output, STEP_TIME=("id, startNs, endNs", [(2, AT, AT)]))
     with closing(sqlite3.connect(path)) as made, made:
         made.execute("CREATE VIEW PYTORCH_API AS SELECT 0 AS startNs, json('{') AS endNs")
@@ -267,7 +270,7 @@ def test_a_database_is_read_without_a_file_beside_it(output: Path) -> None:
         assert list(output.iterdir()) == [path]
 
 
-# Times of the host where CANN has recorded nothing
+# Host times of recordings without CANN data
 
 
 @pytest.fixture
@@ -279,7 +282,7 @@ def early() -> Sidecar:
 
 
 def ended(recording: Path) -> None:
-    """As torch_npu leaves it at the stop."""
+    """Write `profiler_info.json` with the clocks that torch_npu writes at the stop."""
     content = {"end_info": {"collectionTimeEnd": AT, "MonotonicTimeEnd": 5_000_000_000}}
     (recording / "profiler_info.json").write_text(json.dumps(content))
 
@@ -316,11 +319,11 @@ def test_a_view_that_lies_in_no_recording_is_read_as_it_is(tmp_path: Path, early
     assert slices(read(TraceViewReader(), view(tmp_path, {1: "Python"}, {}), early)[0])[0][2] == 1_000
 
 
-# mstx ranges by their numbers, and threads that have joined a recording, without any torch_npu.
+# mstx ranges by number, and threads that join a recording, without torch_npu.
 
 
 class Mstx:
-    """Numbers ranges as torch_npu does: from 1 on, 0 where nothing records one."""
+    """Stand-in for mstx, which numbers ranges from 1 on, or 0 if nothing records."""
 
     def __init__(self) -> None:
         self.records = True
@@ -355,7 +358,7 @@ def test_ranges_that_are_open_at_the_end_are_closed_once_the_newest_first() -> N
 
 
 class TorchNpu:
-    """As much of one as a thread needs to join a recording and to leave it."""
+    """Stand-in for torch_npu with only the calls by which a thread joins and leaves a recording."""
 
     version = "9"
 
@@ -401,7 +404,7 @@ def test_a_thread_that_was_not_taken_is_told_so(torch_npu: Any) -> None:
 def test_a_thread_leaves_once(torch_npu: Any) -> None:
     _operators.join(torch_npu, FLAGS)
     _operators.leave(torch_npu)
-    torch_npu.recorded = True  # by a profiler of other code
+    torch_npu.recorded = True  # now a profiler of other code records it
     _operators.leave(torch_npu)
     assert torch_npu.stops == 1
 
@@ -414,7 +417,7 @@ def test_a_thread_that_never_joined_does_not_stop_what_records_it(torch_npu: Any
 
 def test_a_thread_that_is_recorded_no_longer_stops_nothing(torch_npu: Any) -> None:
     _operators.join(torch_npu, FLAGS)
-    torch_npu.recorded = False  # its window's end has taken it out
+    torch_npu.recorded = False  # as after the end of its window
     _operators.leave(torch_npu)
     assert torch_npu.stops == 0
 

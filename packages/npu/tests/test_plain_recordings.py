@@ -1,4 +1,7 @@
-"""Reports of folders of torch_npu that no stepscope wrote, against a sweep. Their content is invented."""
+"""Reports of torch_npu folders that were recorded without stepscope, compared with a sweep of the intervals.
+
+The content of the folders is invented.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Interval = tuple[int, int]
 
 
 PARTS = ("Notify Wait", "SDMA", "Write Value", "AI_CORE")
-"""Task types below a collective of a real recording: its parts, and a kernel of HCCL that waits for them."""
+"""Task types of the parts of a collective, as in a real recording. The last is HCCL's kernel that waits."""
 
 
 class Work(NamedTuple):
@@ -28,7 +31,7 @@ class Work(NamedTuple):
     communication: list[Interval]
 
     def parts(self) -> list[tuple[Interval, str]]:
-        """Return the tasks that a device runs for the collectives. None of them is work by itself."""
+        """Return the tasks that a device runs for the collectives. A report counts none of them as work."""
         return [(interval, kind) for interval in self.communication for kind in PARTS]
 
 
@@ -43,7 +46,7 @@ def random_work(seed: int) -> Work:
 
 
 def folder_of(root: Path, rank: int) -> Path:
-    """Return the folder of an analysis, as torch_npu names it."""
+    """Make and return the output folder of an analysed recording, named as torch_npu does."""
     folder = root / f"host-a_{700 + rank}_20250615120000123_ascend_pt"
     (folder / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
     (folder / f"profiler_info_{rank}.json").write_text("{}")
@@ -81,7 +84,7 @@ def write_text(folder: Path, work: Work) -> None:
     slices(1, 3, "MatMul", work.compute, "AI_CORE")
     slices(1, 3, "copy", work.copies, "MEMCPY_ASYNC")
     slices(2, 0, "hcom_allReduce__1_0_1", work.communication)
-    slices(2, 1, "Notify Wait", [(AT, AT + 500_000)])  # a part of a collective: not counted beside it
+    slices(2, 1, "Notify Wait", [(AT, AT + 500_000)])  # a part of a collective: not counted
     for interval, kind in work.parts():
         slices(1, 4, kind, [interval], kind)
     (folder / "trace_view.json").write_text(json.dumps(events))
@@ -111,7 +114,7 @@ def write_database(folder: Path, work: Work, rank: int) -> None:
         run_("CREATE TABLE COMMUNICATION_TASK_INFO (name INT, globalTaskId INT)")
         for at, ((start, end), kind) in enumerate(work.parts(), start=1000):
             run_("INSERT INTO TASK VALUES (?, ?, 0, 4, ?, ?)", (start, end, texts.index(kind), at))
-            if kind != "AI_CORE":  # the kernel that waits is in no table
+            if kind != "AI_CORE":  # no table names the kernel that waits
                 run_("INSERT INTO COMMUNICATION_TASK_INFO VALUES (3, ?)", (at,))
 
 
@@ -143,7 +146,7 @@ def test_a_raw_recording_of_others_is_named_with_the_fix(tmp_path: Path, command
 
 
 def test_launches_of_a_text_recording_tell_what_was_queued(tmp_path: Path, command: Command) -> None:
-    """Its CANN layer and its device name a launch by `connection_id`, in us: launch, start and end."""
+    """A call in the CANN layer and its kernel have the same `connection_id`."""
     kernels = [(0, 10, 20), (5, 30, 40), (45, 60, 70)]
     names = [(1, "Ascend Hardware", "Stream 3"), (2, "CANN", "Thread 9")]
     events: list[dict[str, object]] = []

@@ -1,6 +1,6 @@
-"""Reading of analysed recordings. The device rows in the files here are invented, and named `fake_*`.
+"""Tests of the readers of analysed recordings. Device rows in these files are invented, and named `fake_*`.
 
-One file above 400 lines, because both forms of a recording are held to the same facts.
+The file is long, because both forms of a recording must give the same events.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RANGES = [
 
 
 def recording(folder: Path) -> Path:
-    """Return the folder with what an analysis leaves."""
+    """Make and return the output folder of an analysed recording."""
     output = folder / "capture_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
     output.mkdir(parents=True, exist_ok=True)
     return output
@@ -106,7 +106,7 @@ def write_trace_view(folder: Path) -> Path:
     python = {"pid": PID, "tid": PID}
     large = {"cat": "async_npu", "name": "async_npu", "id": 2**60 + 1}
     above = 43767511 << 32
-    before = [  # the names of their layers come behind them
+    before = [  # events that come before the names of their layers
         {
             **python,
             "ph": "X",
@@ -232,7 +232,7 @@ def test_of_two_exports_that_say_the_same_one_is_read(tmp_path: Path) -> None:
 
 def test_of_several_databases_of_a_recording_the_newest_is_read(tmp_path: Path) -> None:
     first = write_db(tmp_path)
-    second = first.with_name("ascend_pytorch_profiler.db")  # of an analysis that knew no rank
+    second = first.with_name("ascend_pytorch_profiler.db")  # by an analysis that did not know the rank
     shutil.copy(first, second)
     os.utime(first, ns=(AT, AT))
     claims = [DatabaseReader().claims(found_file(path)) for path in (first, second)]
@@ -301,7 +301,7 @@ def first_operator(reader: Reader, path: Path, sidecar: Sidecar | None) -> int:
 def host_alone(folder: Path) -> Path:
     path = recording(folder) / "trace_view.json"
     python = {"pid": PID, "tid": PID}
-    early = AT - 250_000_000  # as torch_npu places what began at AT
+    early = AT - 250_000_000  # where torch_npu places an event that began at AT
     events = [
         {"ph": "X", "name": "aten::mm", **python, "ts": f"{early // 1000}.000", "dur": 1.0, "cat": "cpu_op"},
         {"ph": "M", "name": "process_name", "pid": PID, "tid": 0, "args": {"name": "Python"}},
@@ -319,7 +319,7 @@ def test_without_data_of_cann_torch_npu_is_early_and_the_sidecar_corrects_it(tmp
 
 
 def host_database(folder: Path, *, task: bool) -> Path:
-    """As `host_alone`, with few columns in an order of their own."""
+    """Write the event of `host_alone` as a database with few columns, in an unusual order."""
     path = host_alone(folder).with_name("ascend_pytorch_profiler.db")
     early = AT - 250_000_000
     with closing(sqlite3.connect(path)) as database, database:
@@ -342,7 +342,7 @@ def test_a_database_is_corrected_unless_cann_has_recorded_any_of_it(tmp_path: Pa
 
 def test_marks_are_instants_of_threads_whose_numbers_need_more_than_16_bits(tmp_path: Path) -> None:
     path = recording(tmp_path) / "ascend_pytorch_profiler.db"
-    thread = (1 << 22) + 3  # as large as Linux numbers them
+    thread = (1 << 22) + 3  # above the largest thread number of Linux
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("CREATE TABLE STRING_IDS (id INTEGER, value TEXT)")
         database.execute("INSERT INTO STRING_IDS VALUES (1, 'loaded')")
@@ -388,7 +388,7 @@ def test_waits_and_events_on_a_device_are_no_kernels() -> None:
     ]  # fmt: skip
 
 
-# A step of both kinds.
+# A step with GPU and NPU roles.
 
 
 def test_a_step_with_gpu_and_npu_roles_is_one_timeline(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_step_with_gpu_and_npu_roles_is_one_timeline(tmp_path: Path) -> None:
 
 
 def put(root: Path, name: str, kind: str, process: FakeProcess, text: str | None) -> None:
-    """A trace (None: it is there) and its sidecar."""
+    """Write a sidecar for the trace `name`, and the trace itself unless `text` is None."""
     path, info = root / name, process.info
     path.parent.mkdir(parents=True, exist_ok=True)
     if text is not None:
@@ -438,18 +438,18 @@ def put(root: Path, name: str, kind: str, process: FakeProcess, text: str | None
     sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))
 
 
-# Whatever an analysed recording of an NPU holds, a merge ends, and says what it could not use.
+# A merge of damaged recordings ends, and names what it left out.
 
 
 MS = 1_000_000
 MARKED = [(OPENED_NS + MS, OPENED_NS + 2 * MS, 1, "default", "actor.work")]
 FOLDERS = 40 if settings().max_examples == 100 else settings().max_examples
-"""The number of damaged folders to try: few, unless a profile asks for another number."""
+"""The number of damaged folders to try. A Hypothesis profile may set another number."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a step with one recording of each form."""
+    """Return a step with two analysed recordings: `trace_view.json` and a database."""
     folder = StepFolder(tmp_path_factory.mktemp("whole"))
     process = folder.process("actor", 0, owner=True)
     process.span("work", MS, 20 * MS)

@@ -1,7 +1,7 @@
-"""Recordings of real Ascend 910B devices, against the answers of Ascend's own analysis in their folders.
+"""Tests on recordings of real Ascend 910B devices, compared with Ascend's own analysis in their folders.
 
-They come from the repository Ascend/msinsight and are not part of this project. A checkout without the folder
-`shared/data/ascend` beside it leaves these tests out.
+The recordings come from the repository Ascend/msinsight and are not part of this project. The tests are
+skipped if `shared/data/ascend` does not exist beside the checkout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no recordings of an 
 
 
 def answers(folder: Path) -> Mapping[str, float]:
-    """Return {name: us} of Ascend's own analysis, with the names of its table."""
+    """Return {name: us} from Ascend's own analysis. Names are the columns of its table StepTraceTime."""
     output = folder / "ASCEND_PROFILER_OUTPUT"
     if (output / "analysis.db").exists():
         with closing(
@@ -74,7 +74,7 @@ def test_free_time_between_the_first_and_the_last_work_is_that_of_ascends_analys
 def test_gaps_that_were_queued_or_waited_for_are_those_of_the_database(
     folder: Path, command: Command
 ) -> None:
-    """Gaps end with a launch or with waits for a stream, which queries of the test find by themselves."""
+    """The test's own queries find the gaps, and the launches or synchronisations that end them."""
     output = folder / "ASCEND_PROFILER_OUTPUT"
     (file,) = output.glob("ascend_pytorch_profiler_*.db")
     with closing(sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)) as database:
@@ -125,7 +125,7 @@ def _work(folder: Path) -> Iterator[Slice]:
 
 
 def test_times_since_the_start_of_each_recording_make_no_straggler(tmp_path: Path, command: Command) -> None:
-    """The coming torch_npu writes them: the rank that others seem to wait for would be the other one."""
+    """Newer torch_npu writes times since each rank's start. Compared as they are, they name a wrong rank."""
     for rank in (0, 1):
         shutil.copytree(DATA / "text_level0" / f"rank{rank}_ascend_pt", tmp_path / f"rank{rank}_ascend_pt")
     absolute = command("report", tmp_path, "--json").json["traces"]

@@ -1,4 +1,4 @@
-"""Notes about engines on NPUs before they are profiled."""
+"""Tests of the note about SGLang's replacement of torch's profiler."""
 
 from __future__ import annotations
 

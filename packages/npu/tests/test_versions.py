@@ -1,4 +1,4 @@
-"""Errors without a torch_npu that works."""
+"""Tests of the errors if torch_npu is absent, broken, or finds no NPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.needs("torch")
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
-    """Make a torch_npu of these files: {path: text}."""
+    """Yield a function that makes an importable torch_npu from {path: text}."""
     before = set(sys.modules)
 
     def install(files: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
-"""The backend on the real Python code of torch_npu wheels, which are unpacked and never installed.
+"""Tests of the backend on the Python code of torch_npu wheels, which are unpacked and never installed.
 
-Installing one breaks `import torch` on a machine without CANN. Version numbers do not order the features of
-torch_npu (a `.postN` carries back-ports); by what they have, wheels fall into four families.
+An installed torch_npu breaks `import torch` on a machine without CANN. The wheels fall into four families by
+their features. Version numbers do not tell the family, because a `.postN` contains backports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHEELS = {
     "2.5.1.post1": "B",  # domains, and host data of the system
     "2.6.0": "B",
     "2.1.0.post17": "C",  # `mstx`
-    "2.10.0": "C",  # with other defaults than the rest of its family
+    "2.10.0": "C",  # other defaults than the rest of the family
     "2.7.1.post11": "D",  # a marker for each step, trace ids, inert under msprof
     "2.13.0": "D",
     "2.14.0": "D",
@@ -32,7 +32,7 @@ WHEELS = {
 """{version: family}"""
 FILES = Path(__file__).parent / "on_a_wheel"
 PLUGIN = "packages.npu.tests.on_a_wheel.fixtures"
-# Python code alone is read, so that any Python may fetch the wheels of this one.
+# Only Python code of the wheels runs, so any Python version may fetch them.
 OF_LINUX = [
     word
     for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -56,7 +56,7 @@ for line in sys.stdin:
         sys.exit(pytest.main(job["arguments"]))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Forks a process for each wheel, in which nothing of torch_npu was imported before."""
+"""Program that forks a process for each wheel. torch is imported once, and torch_npu only in the forks."""
 
 
 @pytest.fixture(scope="module")

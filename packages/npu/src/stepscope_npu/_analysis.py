@@ -1,8 +1,8 @@
 """Offline analysis of a recording by `torch_npu.profiler`, in a separate process.
 
 In the profiled process, the analysis would disturb the training: it takes minutes, and changes the start
-method of `multiprocessing`. In a daemon, such as a worker of vLLM, it refuses to run. The separate process is
-no daemon, and has a deadline.
+method of `multiprocessing`. torch_npu refuses to analyse in a daemon, such as a worker of vLLM. The separate
+process is not a daemon, and has a deadline.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ analyse(folder, **({"export_type": export} if export and "export_type" in known 
 
 
 def analysed(folder: Path) -> list[Path]:
-    """Return the files of an analysis that a timeline reads."""
+    """Return the files that an analysis wrote into `folder` and that a timeline reads."""
     return [path for pattern in _ANALYSED for path in sorted((folder / OUTPUT).glob(pattern))]
 
 
 def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> list[Path]:
-    """Analyse one recording, unless it is analysed already.
+    """Analyse a recording, or return its files if it is analysed already.
 
     Args:
         folder: A recording; its name ends in `_ascend_pt`.
@@ -47,7 +47,8 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
         The files that a timeline reads.
 
     Raises:
-        BackendError: the analysis failed, or took longer than `timeout_s`. The message has its last output.
+        BackendError: the analysis failed, or took longer than `timeout_s`. After a failure, the message has
+            the last lines of its output.
     """
     files = analysed(folder)
     if files:
@@ -69,13 +70,13 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
             )
     except BaseException:
         if not had_output:
-            shutil.rmtree(folder / OUTPUT, ignore_errors=True)  # half a timeline would count as one
+            shutil.rmtree(folder / OUTPUT, ignore_errors=True)  # a partial timeline would count as complete
         raise
     return files
 
 
 class NpuAnalyser:
-    """Analyser of all recordings below a step's folder: the backend's, vllm-ascend's, SGLang's."""
+    """Analyser of the NPU recordings below a step's folder, by this backend, vllm-ascend or SGLang."""
 
     name = "npu"
 
@@ -96,13 +97,14 @@ class NpuAnalyser:
 
 
 def advise(folder: Path, timeout_s: float) -> list[str]:
-    """Run msprof-analyze on an analysed recording, if it is installed.
+    """Run msprof-analyze on an analysed recording, if msprof-analyze is installed.
 
-    Its failures are harmless, because nothing needs its files. Its output is not shown: the banner holds the
-    address of a repository with a password in it.
+    A failure raises nothing, because stepscope needs none of the files. The tool's output is not shown: its
+    banner holds the address of a repository with a password.
 
     Returns:
-        The names of its files, a page first, or the reason why there are none. Empty if it is not installed.
+        The names of the files that the tool wrote, HTML pages first, or a message that it failed. An empty
+        list if the tool is not installed.
     """
     tool = shutil.which("msprof-analyze")
     if tool is None:
@@ -119,10 +121,11 @@ def advise(folder: Path, timeout_s: float) -> list[str]:
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run a command. Return its exit code, or None if it was killed with its children, and its last lines of
-    output.
+    """Run a command and return (its exit code, its last lines of output).
+
+    After `timeout_s`, kill the command and its children, and return (None, "").
     """
-    # Without torch's autoload: it imports torch_npu at a moment when a broken CANN hides its own message.
+    # `import torch` must not load torch_npu by itself: the message of a broken CANN would be lost.
     env = {name: value for name, value in os.environ.items() if name not in MSPROF_VARIABLES}
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     with subprocess.Popen(

@@ -1,6 +1,7 @@
 """The `npu` backend: torch_npu.profiler and mstx, made safe.
 
-No NPU has run it so far: docs/npu.md lists the runs over stand-ins, and the way to close the gap.
+The backend has not run on an NPU so far. docs/npu.md lists its runs over stand-ins for CANN, and how to check
+it on an NPU.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def hook(torch_npu: TorchNpu) -> None:
         foreign_sessions.watch(partial(_before_another_of_torch, torch_npu))
         _recordings.watch(torch_npu, partial(_before_another_of_torch_npu, torch_npu))
         os.register_at_fork(after_in_child=_in_child)
-        # Without a stop, everything is lost. Registered after torch_npu's own handler, so it runs before it.
+        # A recording that is not stopped is lost. Handlers run in reverse order: this one before torch_npu's.
         atexit.register(_at_exit)
 
 
@@ -59,9 +60,7 @@ def _before_another_of_torch_npu(torch_npu: TorchNpu) -> None:
 
 
 def _before_another(torch_npu: TorchNpu, profiler: str) -> bool:
-    """End the open window, because other code starts a profiler in this process. Return whether a window was
-    open.
-    """
+    """End the open window before other code starts a profiler. Return whether a window was open."""
     window = _window.NpuWindow.current
     if window is not None:
         _end(window, profiler)
@@ -81,7 +80,7 @@ def _end(window: _window.NpuWindow, profiler: str) -> None:
 
 
 def _at_exit() -> None:
-    """End an open window. A later stop() still gets its recording."""
+    """End an open window. A later `stop` still returns the recording."""
     window = _window.NpuWindow.current
     if window is not None:
         run_on(window.thread, window.end)
@@ -98,8 +97,8 @@ _NOTHING = nullcontext()
 class NpuBackend:
     """Recorder of this process and its NPU with torch_npu.profiler.
 
-    A window records the operators of only the thread that opens it, but the device data and the markers of
-    spans of the whole process.
+    A window records device data and span markers of the whole process, but operators only of the thread that
+    opens the window.
     """
 
     name = "npu"
@@ -120,7 +119,7 @@ class NpuBackend:
     def start(self, window: Window) -> None:
         self._held.refuse_second()
         npu_window = self._make(window)
-        _operators.leave(npu_window.options.torch_npu)  # of a window that another thread has stopped
+        _operators.leave(npu_window.options.torch_npu)  # leave a window that another thread stopped
         self._held.begin(npu_window)
         if npu_window.options.records_operators:
             self._join_operators(npu_window)
@@ -130,20 +129,20 @@ class NpuBackend:
             self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """Return an mstx range `<role>.<stage>` on this thread, by id: interleaved tasks may use it."""
+        """Return an mstx range named `<role>.<stage>`. Ranges may overlap: each closes by its number."""
         window = self._held.window
         if window is None or not window.options.markers or window.phase != "active":
             return _NOTHING
         return window.ranges.range(f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        """End the window: one artifact, which is a folder, or with a schedule one for each cycle.
+        """End the window and return its recording, or with a schedule one recording for each cycle.
 
-        Another thread than the window's waits up to 1 s for that one to leave C code. After that it returns
-        an artifact whose `write` waits on, up to `budget.export_seconds`.
+        A call from another thread than the window's waits up to 1 s for the window's thread to leave C code.
+        After 1 s it returns an artifact whose `write` waits up to `budget.export_seconds`.
 
         Raises:
-            BackendError: nothing was recorded, with the reason.
+            BackendError: nothing was recorded. The message says why.
         """
         ended = self._held.end()
         if ended is None:
@@ -172,9 +171,7 @@ class NpuBackend:
         )
 
     def _join_operators(self, window: NpuWindow) -> None:
-        """Record the operators of this thread, even if the window, and so torch_npu's recording, belongs to
-        another thread.
-        """
+        """Record the operators of this thread, even if the window was opened on another thread."""
         why = None
         if not window.thread.is_current():
             why = _operators.join(window.options.torch_npu, window.options.flags)
@@ -209,10 +206,10 @@ class NpuBackend:
             raise BackendError("this recording of the NPU was written or discarded already")
         _disk.place(recorded.folder, path)
         if self._config.npu.analysis:
-            try:  # in a process beside the training; a failure costs the analysis alone
+            try:  # in a separate process; the recording is kept if the analysis fails
                 _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
             except ours() as error:
-                ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
+                ignored["npu.analysis"] = str(error)  # the sidecar, written later, has it
 
     def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:
         """Return the artifact of a window whose thread has not ended it yet."""
@@ -223,7 +220,7 @@ class NpuBackend:
             reasons = (one.truncated or one.lacking for one in (first, *others))
             late.cut = next(filter(None, reasons), None)
             _disk.place(first.folder, path)
-            for recorded in others:  # cycles of a schedule: their number is known only now
+            for recorded in others:  # the number of cycles is known only now
                 _disk.place(recorded.folder, path / f"cycle{recorded.cycle}{_disk.SUFFIX}")
 
         return PendingArtifact(
@@ -240,8 +237,8 @@ class NpuBackend:
 
 
 def sglang_profiler() -> str | None:
-    """Return a description of SGLang's change to torch's profiler in this process, or of its failure; None if
-    there is none.
+    """Return how SGLang has replaced torch's profiler, or why SGLang's profiler will fail in this process.
+    Return None if neither is true.
 
     On an NPU, the import of SGLang replaces `torch.profiler.profile` by torch_npu's, and
     `ProfilerActivity.CPU` and `.CUDA` by torch_npu's activities. That breaks torch's own profiler, so

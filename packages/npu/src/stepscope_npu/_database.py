@@ -1,8 +1,8 @@
 """Reader of `ascend_pytorch_profiler*.db`: one SQLite file with all times in unix ns.
 
-STRING_IDS holds the names. `globalTid` is `pid << 32 | tid`. Each producer orders columns differently, and a
-lower level lacks tables, so tables and columns are looked up by name. In PYTORCH_API the times are text.
-Format: the reference of msprof's database, and torch_npu's own writer.
+STRING_IDS holds the names. `globalTid` is `pid << 32 | tid`. Each producer orders columns differently, and
+lower profiler levels write fewer tables, so tables and columns are looked up by name. In PYTORCH_API the
+times are text. Format: the reference of msprof's database, and torch_npu's own writer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stepscope_report.timeline.readers import (
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"
 _NAMES = 100_000
-"""Largest number of names that are cached. Other names are looked up again."""
+"""The cache of names is emptied when it holds this many."""
 _API_TYPES = {50001: "cpu_op", 50002: "queue", 50003: "python_function", 50004: "user_annotation"}
 _MARKS = (0, 3)
 """Values of `MSTX_EVENTS.eventType` for marks; 1 and 2 are ranges."""
@@ -44,7 +44,7 @@ class Database:
         self._tracks: dict[_Key, int] = {}
         self._names: dict[int, str] = {}
         self._device = 0
-        """Number of the device for communication, if the file has no column for it."""
+        """The device of a collective for which the file names no device."""
         with ExitStack() as failing:
             try:
                 self._database = failing.enter_context(closing(_connect(path)))
@@ -57,7 +57,7 @@ class Database:
                     f"no timeline of the Ascend profiler: it has no table STRING_IDS; its tables: {tables}. "
                     "Fix: `msprof --export=on --type=db --output=PROF_...` writes a timeline"
                 )
-            with suppress(sqlite3.Error):  # the tables are damaged: their events will not come either
+            with suppress(sqlite3.Error):  # a damaged table is reported when its events are read
                 origin = self._completed(origin)
             failing.pop_all()
         by_cann = {"TASK", "CANN_API", "MSTX_EVENTS"} & set(self._columns)
@@ -145,11 +145,11 @@ class Database:
                 yield self._flow(key, start, connection, "end")
 
     def _listed_elsewhere(self) -> set[str]:
-        """Return the categories that have their own table, so that no task outside of that table gets one of
-        them.
+        """Return the categories that have a table of their own. A task outside this table is not in the
+        category, whatever its type.
 
-        HCCL's kernels that wait have the task type `AI_CORE` too, and torch_npu counts only operators as
-        computing. COMMUNICATION_OP has each collective once, TASK each of its dozens of parts.
+        HCCL's kernels that wait have the task type `AI_CORE` too, but torch_npu counts only operators as
+        computing. A collective has one row in COMMUNICATION_OP, and one row in TASK for each part.
         """
         tables = {
             "kernel": ("COMPUTE_TASK_INFO", "globalTaskId"),
@@ -168,9 +168,7 @@ class Database:
             yield self._slice(key, self._name(name), start, dur, "communication", args)
 
     def _completed(self, origin: Origin) -> Origin:
-        """Return the origin completed with the host and the rank that the file names, and store the file's
-        only device.
-        """
+        """Return the origin with the clock, the host and the rank of this file. Also set `_device`."""
         host = self._first("HOST_INFO", "hostName")
         rank, device = self._first("RANK_DEVICE_MAP", "rankId"), self._first("RANK_DEVICE_MAP", "deviceId")
         self._device = device if isinstance(device, int) and device >= 0 else 0
@@ -227,7 +225,7 @@ class Database:
     def _lookup(self, *tables: str) -> Callable[[object], str | None]:
         """Return a function that maps a task to its name in one of these tables, or to None."""
         names = f"names_of_{tables[0]}"
-        # Some of the tables have no index: each task would read all of it. SQLite keeps this one aside.
+        # Some of these tables have no index, so that each lookup would read a whole table.
         self._database.execute(f"CREATE TEMP TABLE {names} (task INTEGER PRIMARY KEY, name)")
         for table in tables:
             if {"globalTaskId", "name"} <= self._columns.get(table, frozenset()):

@@ -1,4 +1,4 @@
-"""Files of a recording, the only reliable evidence of what torch_npu and CANN recorded.
+"""Files of a recording: the only reliable evidence of what torch_npu and CANN recorded.
 
 <worker>_<pid>_<time>_ascend_pt/
     profiler_info[_RANK].json    written when the recording is stopped
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SUFFIX = "_ascend_pt"
-"""The suffix by which torch_npu, MindStudio and msprof-analyze know such a folder."""
+"""The suffix by which torch_npu, MindStudio and msprof-analyze recognise a recording."""
 _PLOG = "CANN's log (~/ascend/log, and ASCEND_SLOG_PRINT_TO_STDOUT=1) says why"
 
 
@@ -35,7 +35,7 @@ def look(parent: Path, *, records_device: bool, errors: Sequence[str] = ()) -> L
 
     Args:
         records_device: True if NPU data was requested.
-        errors: Errors of the calls into C++.
+        errors: Messages of errors in calls into C++, to be added to the reason.
     """
     messages = f" Its errors: {'; '.join(errors)}." if errors else ""
     folders = sorted(parent.glob(f"*{SUFFIX}"))
@@ -91,7 +91,7 @@ def remove(parent: Path) -> None:
 
 
 def cann_version(folder: Path) -> str | None:
-    """Return the version of CANN in the recording, or None if it states none."""
+    """Return the version of CANN that `profiler_info*.json` names, or None if it names none."""
     for path in folder.glob("profiler_info*.json"):
         try:
             info = json.loads(path.read_bytes())

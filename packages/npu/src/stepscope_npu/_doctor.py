@@ -1,4 +1,4 @@
-"""Rows of `stepscope doctor` about Ascend NPUs: the state of this machine, and what it means."""
+"""Rows of `stepscope doctor` about Ascend NPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Seen:
     imported: str | None = None
     """`True|8`: availability and number of NPUs, or None if the import failed."""
     message: str = ""
-    """Last line of output of a failed import."""
+    """The last line that a failed import printed."""
     cann: Path | None = None
     """Folder of CANN, or None if it was not found."""
     msprof: str | None = None
@@ -42,12 +42,12 @@ class Seen:
 
 
 def rows() -> list[Row]:
-    """Return the rows about this machine. This is the entry point."""
+    """Return the rows about this machine. The entry point in `pyproject.toml` names this function."""
     return rows_of(look())
 
 
 def rows_of(seen: Seen) -> list[Row]:
-    """Return the rows about a state. Pure."""
+    """Return the rows about a given state, without looking at this machine."""
     if seen.torch_npu is None:
         return [
             Row(subject="torch_npu", state="absent", found="not installed; only `tool: npu` needs it"),
@@ -91,9 +91,7 @@ def _msprof(seen: Seen) -> Row:
 
 
 def cann_version(folder: Path) -> str | None:
-    """Return the version in one of CANN's own files (torch_npu reads the first kind), or None if it has
-    none.
-    """
+    """Return the version from one of CANN's own files, or None. Files that torch_npu reads come first."""
     kinds = ("ascend_*_install.info", "*version.info")
     for path in [path for kind in kinds for path in sorted(folder.rglob(kind))[:20]]:
         for line in path.read_text(errors="replace").splitlines():
@@ -104,9 +102,7 @@ def cann_version(folder: Path) -> str | None:
 
 
 def look() -> Seen:
-    """Return the state of this machine. torch_npu is imported in a separate process, because its import fails
-    in many ways.
-    """
+    """Return the state of this machine. A separate process imports torch_npu, since the import may crash."""
     installed = _version("torch-npu")
     if installed is None:
         return Seen(torch_npu=None)
@@ -132,7 +128,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _probe() -> tuple[str | None, str]:
-    """Run the probe. Return its result, or None with the last line of its output."""
+    """Import torch_npu in a separate process. Return `available|count` and "", or None and a message."""
     env = {**os.environ, _AUTOLOAD: "0"}
     try:
         done = subprocess.run(

@@ -1,12 +1,10 @@
-"""Categories of device tasks of an Ascend recording in a timeline."""
+"""Categories of device tasks in an Ascend recording."""
 
 from __future__ import annotations
 
 
 def layer_category(task_type: object) -> str | None:
-    """Return the category of a device task, or None for a task without computation or copies (events,
-    waits).
-    """
+    """Return the category of a device task, or None for a task that does no work (an event, a wait)."""
     kind = str(task_type).upper()
     if any(word in kind for word in ("MEMCPY", "SDMA", "PCIE_DMA")):
         return "gpu_memcpy"

@@ -1,10 +1,10 @@
 """Operators of the thread that opens a window, if the recording belongs to another thread.
 
 torch_npu records the operators of the thread that starts it, and of threads that call
-`enable_profiler_in_child_thread` (absent in the oldest versions). Its counterpart `disable_...` leaves the
-callback in place: a second recording would hold each operator of that thread twice, a third one three times.
-Only C++'s stop removes the callback, and it ends the recording of all threads. So a thread leaves once
-nothing records. Seen on 2.13.0.
+`enable_profiler_in_child_thread` (absent in the oldest versions). `disable_profiler_in_child_thread` leaves
+the callback in place: a second recording would hold each operator of that thread twice, a third three times.
+Only the stop in C++ removes the callback, and this stop ends the recording of all threads. So a thread calls
+the stop once nothing records. Seen in torch_npu 2.13.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def join(torch_npu: TorchNpu, flags: Mapping[str, bool]) -> str | None:
     """Record the calling thread's operators too. Return the reason if that fails, else None.
 
     Args:
-        flags: Arguments of `profile`. The start has set the hook for stacks and modules in every thread.
+        flags: Arguments of `profile`. Only `record_shapes` and `profile_memory` are passed on, because the
+            start has turned on stacks and modules for every thread.
     """
     ask = getattr(torch_npu.profiler.profile, "enable_profiler_in_child_thread", None)
     if ask is None:

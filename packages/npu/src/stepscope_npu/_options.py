@@ -132,9 +132,7 @@ def _aic_metrics(config: NpuConfig, torch_npu: TorchNpu) -> Any:
 
 
 def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, list[str]]:
-    """Return the arguments for mstx domains. The default domain is always kept, because it has the markers of
-    spans.
-    """
+    """Return the arguments for mstx domains. `default` is always included: it has the markers of spans."""
     if not config.markers:
         return {}
     if config.domains_include:
@@ -151,7 +149,7 @@ def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) ->
 
 
 def _recorded(config: NpuConfig, contents: Sequence[str]) -> Recorded:
-    """Return the options for the sidecar."""
+    """Return the options that the sidecar shows."""
     extra = {f"extra.{name}": value for name, value in config.extra.items()}
     return {
         "level": config.level,
@@ -181,6 +179,6 @@ def patched_by_torch_npu() -> list[str]:
 
 
 def _is_theirs(function: object) -> bool:
-    # torch_npu's `save` uses functools.wraps: its code shows its origin, its module does not.
+    # torch_npu's `save` uses functools.wraps, so that `__module__` is torch's. The code shows the real file.
     code = getattr(function, "__code__", None)
     return code is not None and "_add_mstx_patch" in code.co_filename

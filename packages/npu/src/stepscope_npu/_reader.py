@@ -21,7 +21,7 @@ _RANK = re.compile(rf"{_INFO}_(\d+)\.json")
 _DATABASES = "ascend_pytorch_profiler*.db"
 _OF_MSPROF = re.compile(r"msprof_\d+\.db")
 _PID = re.compile(rf"_(\d+)_\d{{17}}{SUFFIX}$")
-"""Name of a recording, `host_PID_20250101120000123_ascend_pt`. The group is the pid."""
+"""The end of a recording's name, `host_PID_20250101120000123_ascend_pt`. The group is the pid."""
 
 
 class TraceViewReader:
@@ -30,7 +30,7 @@ class TraceViewReader:
     name = "npu trace_view"
 
     def claims(self, file: FoundFile) -> Claim | None:
-        """Claim every file of a recording. Files that no reader needs are claimed without being read."""
+        """Claim every file of a recording but the databases. Only `trace_view.json` is read."""
         if file.path.name == "trace_view.json":
             return Claim()
         folder = recording_of(file.path)
@@ -63,7 +63,7 @@ class DatabaseReader:
             return Claim(read=not file.path.with_name("trace_view.json").exists())
         if next(folder.rglob("trace_view.json"), None) is not None:
             return Claim(read=False)  # both have the same content
-        # Two analyses of a recording leave two, if only one of them knew the rank.
+        # Two analyses of one recording leave two databases if only one analysis knew the rank.
         newest = max(folder.rglob(_DATABASES), key=lambda path: (path.stat().st_mtime_ns, path), default=None)
         return Claim(read=file.path == newest)
 
@@ -79,8 +79,8 @@ def recording_of(path: Path) -> Path | None:
 
 
 def origin_of(path: Path) -> Origin:
-    """Return the process that the names in a recording state: the rank in `profiler_info_RANK.json`, and the
-    pid in the folder's name.
+    """Return the process that made a recording: its rank from `profiler_info_RANK.json`, and its pid from the
+    folder's name.
     """
     folder = recording_of(path)
     if folder is None:
@@ -93,17 +93,17 @@ def origin_of(path: Path) -> Origin:
 
 def _is_database(path: Path) -> bool:
     if _OF_MSPROF.fullmatch(path.name):
-        return recording_of(path) is None  # the analysis of a recording moves it to its own name
+        return recording_of(path) is None  # an analysis renames the file in a recording
     return path.match(_DATABASES)
 
 
 def correction_ns(file: FoundFile) -> int:
-    """Return the correction that makes the times of a recording without data of CANN unix ns.
+    """Return the ns to add to times of a recording without CANN data, so that they become unix times.
 
-    torch_npu times host events by CLOCK_MONOTONIC_RAW. If CANN has left no reading of both clocks, the
-    analysis uses the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead. MONOTONIC has drifted away
-    from RAW since boot (by 250 ms in one run). The sidecar holds all three clocks. The result is 0 if no
-    correction is needed, or if none is known.
+    torch_npu times host events by CLOCK_MONOTONIC_RAW. If CANN has left no reading of CLOCK_REALTIME and
+    CLOCK_MONOTONIC_RAW, the analysis uses the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead.
+    MONOTONIC has drifted away from RAW since boot (by 250 ms in one run). The sidecar holds all three clocks.
+    The result is 0 if no correction is needed or known.
     """
     folder = recording_of(file.path)
     opened = None if file.sidecar is None else file.sidecar.opened
@@ -118,7 +118,7 @@ def correction_ns(file: FoundFile) -> int:
 
 
 def _end_info(folder: Path) -> int | None:
-    """Return the difference of clocks, in ns, that the analysis used; None if it is unknown."""
+    """Return the difference of clocks in ns that the analysis used, or None if it is unknown."""
     for path in folder.glob(f"{_INFO}*.json"):
         try:
             info = json.loads(read_file(path))["end_info"]

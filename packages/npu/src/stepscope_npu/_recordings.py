@@ -1,8 +1,8 @@
 """All recordings of torch_npu in this process, watched at their calls into C++.
 
-torch_npu shows neither running recordings nor failed ones. Two recordings silently share one CANN recording
-and one output folder, and errors inside of `start` and `stop` are printed and dropped. So this module wraps,
-once per process, the five functions by which `torch_npu.profiler.profiler_interface` calls C++.
+torch_npu does not tell whether a recording runs or has failed. Two recordings silently share one CANN
+recording and one output folder, and errors in `start` and `stop` are printed and dropped. So this module
+wraps, once per process, the functions by which `torch_npu.profiler.profiler_interface` calls C++.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from stepscope_npu._versions import TorchNpu
 
 _CALLS = ("_init_profiler", "_warmup_profiler", "_start_profiler", "_stop_profiler", "_finalize_profiler")
 _PATH_FIELDS = ("_dir_path", "_worker_name", "_export_only_mode")
-"""Fields of torch_npu's output folder that a handler sets."""
+"""Fields of torch_npu's output folder that a trace handler sets."""
 _MADE_IN = "_prof_path"
-"""Field with the folder of the last recording. The destructor of a `_KinetoProfile` deletes that folder in
-export-only mode."""
+"""Field with the folder of the last recording. In export-only mode, the destructor of a `_KinetoProfile`
+deletes this folder."""
 
 _ours_on: int | None = None
 """The thread that is driving a recording of stepscope, or None. One writer: `ours`."""
@@ -28,7 +28,7 @@ theirs_open = False
 
 
 class Calls:
-    """Record of the C++ calls of one recording of stepscope, and of their errors."""
+    """The C++ calls of one recording of stepscope, and their errors."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
@@ -39,9 +39,9 @@ _calls = Calls()
 
 
 def watch(torch_npu: TorchNpu, before_theirs: Callable[[], None]) -> None:
-    """From now on, call `before_theirs()` on each thread of other code that is about to open a recording.
+    """Wrap the C++ calls, and call `before_theirs()` whenever other code is about to start a recording.
 
-    Call `watch` once per process.
+    Call `watch` once per process. `before_theirs` runs on the thread that starts the recording.
     """
     for name in _CALLS:
         original = getattr(torch_npu.interface, name, None)
@@ -77,7 +77,7 @@ def _call_ours(name: str, original: Callable[..., Any], arguments: tuple[Any, ..
 
 @contextmanager
 def ours(calls: Calls) -> Iterator[None]:
-    """Mark the calls inside as those of a stepscope recording. The caller holds the process lock."""
+    """Mark the C++ calls in this block as made by stepscope. The caller holds the process lock."""
     global _ours_on, _calls
     _ours_on, _calls = threading.get_ident(), calls
     try:
@@ -94,10 +94,10 @@ def busy(torch_npu: TorchNpu) -> str | None:
 
 
 class OutputFolder:
-    """torch_npu's only output folder, which the newest handler sets for every recording.
+    """torch_npu's only output folder, which each new trace handler sets for all recordings.
 
-    A window sets the folder for a moment and restores it afterwards, so that a profiler that the user has
-    made but not started still writes to the user's folder.
+    A window sets the folder, and restores it when the recording ends. A profiler that the user has made but
+    not started then still writes to the user's folder.
     """
 
     def __init__(self, torch_npu: TorchNpu) -> None:
@@ -106,15 +106,11 @@ class OutputFolder:
         self._ours: dict[str, object] = {}
 
     def taken(self) -> None:
-        """Remember the values that stepscope's handler has set, so that `give_back` can tell them from later
-        ones.
-        """
+        """Remember the values that stepscope's handler has set. `give_back` restores only these."""
         self._ours = self._now()
 
     def give_back(self) -> None:
-        """Restore the previous values after the recording. Also clear torch_npu's mark, which remains set
-        after an error.
-        """
+        """Restore the previous values. Clear `is_prof_inited`, which torch_npu leaves set after an error."""
         self._paths.is_prof_inited = False
         if self._now() == self._ours:  # otherwise other code has made a handler since
             vars(self._paths).update(self._before)
@@ -125,9 +121,7 @@ class OutputFolder:
 
 
 def keep_open_for_theirs(torch_npu: TorchNpu) -> None:
-    """Set torch_npu's mark again for a recording of other code, after the end of stepscope's recording
-    cleared it.
-    """
+    """Set `is_prof_inited` again for a recording of other code, since the end of a window has cleared it."""
     _paths(torch_npu).is_prof_inited = True
 
 

@@ -1,13 +1,13 @@
 """Reader of `trace_view.json`, which is nearly a Chrome trace.
 
-It is a JSON list. `ts` is text, unix us with digits down to the ns (a float would lose 0.25 us); `dur` is us.
-Only `process_name` tells the meaning of a pid: `Python` has the real one, every other layer a made-up one
-(`os_pid << 10 | layer << 5 | device`, above 2^32 in older files, or -1). These names may follow the events,
-so the file is read twice.
+The file is a JSON list. `ts` is text, unix us with digits down to the ns (a float would lose 0.25 us); `dur`
+is us. Events of one layer share a pid. `Python` has the real pid, every other layer a made-up pid
+(`os_pid << 10 | layer << 5 | device`, above 2^32 in older files, or -1). Only `process_name` tells which
+layer a pid means. This event may come last, so the file is read twice.
 
-Layers: `Python`, `Python GC`; `CANN` (its calls); one named after the process (mstx ranges); `Ascend
-Hardware` (a thread for each stream); `Communication` (formerly `HCCL`); `Overlap Analysis` (derived from the
-two before); counters.
+Layers: `Python`, `Python GC`; `CANN` (its calls); a layer with the name of the process (mstx ranges); `Ascend
+Hardware` (a thread for each stream); `Communication` (formerly `HCCL`); `Overlap Analysis` (derived from
+`Ascend Hardware` and `Communication`); counters.
 Format: torch_npu's and msprof's own writers, and their published guides.
 """
 
@@ -101,7 +101,7 @@ class TraceView:
             yield from self._declare(entry)
             event = self._event(entry, at_ns + self._shift_ns)
             if isinstance(event, Slice) and event.category == "user_annotation":
-                ranges.append(event)  # few, but overlapping ones, which have to come in order
+                ranges.append(event)  # ranges may overlap, and must come ordered by start
             elif event is not None:
                 yield event
         yield from sorted(ranges, key=lambda event: event.start_ns)
@@ -114,7 +114,7 @@ class TraceView:
                 notes.events(NOT_UNDERSTOOD)
 
     def _read_names(self) -> None:
-        for raw in chrome_events(self._path, Notes()):  # only the other reading keeps notes
+        for raw in chrome_events(self._path, Notes()):  # notes are taken when the events are read
             if b'"M"' not in bytes(raw):
                 continue
             try:
@@ -200,12 +200,12 @@ def _hardware_category(name: str, task_type: object) -> str | None:
     if task_type is None:
         return "kernel"
     category = layer_category(task_type)
-    # A task that is named by its type is of no operator: a part of a collective, or HCCL's kernel that waits.
+    # A task whose name is its type belongs to no operator: a part of a collective, or a wait of HCCL.
     return None if name == task_type and category != "communication" and "MEMCPY" not in name else category
 
 
 def _runs(layer: str, thread: str) -> bool:
-    """Return whether a track shows work of a device. A `Plane N` only repeats parts of its group."""
+    """Return whether a track shows work of a device. A track `Plane N` only repeats parts of its group's."""
     return layer == "Ascend Hardware" or (
         layer in ("Communication", "HCCL") and not thread.lower().startswith("plane")
     )

@@ -1,6 +1,6 @@
 """Features of the installed torch_npu, found by its signatures and never by its version number.
 
-Wheels named `X.Y.Z.postN` carry back-ports: 2.1.0.post17 has features that 2.4.0 lacks.
+Wheels named `X.Y.Z.postN` contain backports: 2.1.0.post17 has features that 2.4.0 lacks.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ class Ranges:
             self._mstx.range_end(number)
 
     def end_all(self) -> None:
-        """Close all ranges before the recording stops, because it loses open ones. The newest is closed
-        first, since ranges nest.
-        """
+        """Close all ranges, the newest first. A stop of the recording would lose open ranges."""
         for number in reversed(list(self._open)):
             self.end(number)
 
@@ -95,12 +93,13 @@ class Recorded:
 
 
 class Cycle:
-    """The schedule of one profile, as torch_npu calls it. Unlike torch_npu's own, it prints nothing.
+    """The function that torch_npu asks what to do in each step. Unlike torch_npu's own, it prints nothing.
 
-    Its fields are those of `torch_npu.profiler.schedule`: `profiler_info.json` gets its `__dict__`.
+    The fields have the names of `torch_npu.profiler.schedule`, because torch_npu writes the `__dict__` of
+    this object into `profiler_info.json`.
     """
 
-    __slots__ = ("__dict__", "_actions")  # the actions are no JSON: not in `__dict__`
+    __slots__ = ("__dict__", "_actions")  # the actions are not JSON, so they stay out of `__dict__`
 
     def __init__(self, actions: Any, *, warmup: int = 0, active: int = 1) -> None:
         self.wait = self.skip_first = self.skip_first_wait = 0
@@ -136,10 +135,10 @@ class NpuWindow(ScheduledWindow[Recorded]):
         self.ranges = Ranges(options.torch_npu.mstx)
         self.ignored = dict(options.ignored)
         self.operators_of: str | None = None
-        """The thread whose operators it holds, with those that autograd's threads run for it."""
+        """The thread whose operators are recorded, with those that autograd's threads run for this thread."""
         self._folder = folder
         self._device: int | None = None
-        if thread.all_threads:  # a thread of stepscope, which has a current device of its own
+        if thread.all_threads:  # stepscope's own thread, with another current device
             self._device = options.torch_npu.module.npu.current_device()
         self._profile: Any = None
         self._output: _recordings.OutputFolder | None = None
@@ -161,7 +160,7 @@ class NpuWindow(ScheduledWindow[Recorded]):
             if self._profile is not None:
                 self._drain()
                 if self._schedule is None:
-                    self._step()  # the schedule's one mini-batch: without it, torch_npu warns at the stop
+                    self._step()  # ends the only mini-batch; torch_npu would warn at the stop
                 self._close(truncated or self._cut_short())
         except ours() as error:
             self._lost = f"torch_npu did not stop: {error}"

@@ -1,6 +1,6 @@
-"""The backend on one wheel's torch_npu: its calls into C++, failures, and other recordings.
+"""Tests of the backend on the torch_npu of one wheel: calls into C++, failures, and recordings of other code.
 
-One file above 400 lines, because each test is a short scene over the same stand-in.
+The file is long, because each test is a short scene over the same stand-in.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def torch_npu() -> ModuleType:
 
 @pytest.fixture
 def their_profile(torch_npu: Any, tmp_path: Path) -> Any:
-    """Return a profiler of the user's own; writes to `tmp_path / "theirs"`."""
+    """Return a function that makes the user's own profiler, which writes to `tmp_path / "theirs"`."""
 
     def profile() -> Any:
         profiler = torch_npu.profiler
@@ -86,7 +86,7 @@ def messages(folder: Path) -> list[str]:
     return [one["message"] for one in json.loads(ranges.read_text())]
 
 
-# Calls into C++, against what was seen before.
+# Calls into C++, compared with recorded calls.
 
 SCENES: dict[str, dict[str, object]] = {
     "the defaults": {},
@@ -106,7 +106,7 @@ SCENES: dict[str, dict[str, object]] = {
 def test_the_calls_into_cpp_are_those_that_were_seen_before(
     make: Any, compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    msprof = tmp_path / "msprof"  # the oldest ask it for its help before they take `db`
+    msprof = tmp_path / "msprof"  # the oldest torch_npu checks the help of msprof before `db`
     msprof.write_text("#!/bin/sh\necho '  --type  text db'\n")
     msprof.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -138,7 +138,7 @@ def test_a_level_is_torch_npus_of_that_name(make: Any, compiled: Compiled, level
 
 
 def test_data_is_simplified_as_asked(make: Any, tmp_path: Path) -> None:
-    """Nothing of it reaches C++: the analysis reads it in the recording."""
+    """The setting does not reach C++: the analysis reads it from the recording."""
     for kept in (True, False):
         [folder] = written(record(make(data_simplification=kept)), tmp_path / str(kept))
         [info] = folder.glob("profiler_info*.json")
@@ -240,7 +240,7 @@ def test_the_version_of_cann_is_in_the_sidecar_where_torch_npu_has_found_it(
     assert known.versions.get("cann") == (None if FAMILY == "A" else "8.3.RC1")
 
 
-# The three defects of another tool's NPU path, none of which is here.
+# Defects of verl's NPU profiler that stepscope must not have.
 
 
 def test_verl_defect_a_stage_that_raises_leaves_its_range_open(
@@ -346,7 +346,7 @@ def test_interleaved_tasks_have_markers_that_overlap(captured: Any) -> None:
         first, second = asyncio.Event(), asyncio.Event()
         tasks = [asyncio.create_task(Trainer().log_prob(gate)) for gate in (first, second)]
         await asyncio.sleep(0)
-        first.set()  # it began first and ends first: push and pop would cross
+        first.set()  # the first to begin is the first to end: push and pop would cross
         await asyncio.sleep(0)
         second.set()
         await asyncio.gather(*tasks)
@@ -402,7 +402,7 @@ def test_a_start_that_comes_to_no_call_at_all_is_an_error(make: Any, monkeypatch
     from torch_npu.profiler._profiler_path_creator import ProfPathCreator
 
     def refuse() -> None:
-        raise PermissionError("not writeable")  # which torch_npu prints and drops
+        raise PermissionError("not writeable")  # torch_npu prints this error and drops it
 
     monkeypatch.setattr(ProfPathCreator(), "create_prof_dir", refuse)
     with pytest.raises(BackendError, match="made no recording"):
@@ -467,7 +467,7 @@ def test_a_recording_of_others_is_known_without_torch_npus_own_mark_of_it(
     make().prepare()
     theirs = their_profile()
     theirs.start()
-    ProfPathCreator().is_prof_inited = False  # as a recording that ends in between leaves it
+    ProfPathCreator().is_prof_inited = False  # as the end of another recording would leave it
     with pytest.raises(ProfilerBusyError, match="not stepscope's"):
         make().start(a_window())
     theirs.stop()
@@ -591,7 +591,7 @@ def test_a_window_of_another_thread_is_on_the_device_of_that_thread(make: Any, c
 
 @pytest.fixture
 def joins() -> bool:
-    """Return whether a thread can ask this torch_npu to be recorded too."""
+    """Return whether this torch_npu can record a further thread on request."""
     from torch_npu.profiler import profile
 
     return hasattr(profile, "enable_profiler_in_child_thread")
@@ -758,7 +758,7 @@ def test_a_profiler_the_user_makes_during_a_window_writes_where_the_user_said_to
 def test_a_profiler_of_the_users_that_deletes_what_it_made_in_the_end_does_not_delete_ours(
     make: Any, torch_npu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its destructor deletes the folder of the last recording, whosever that was."""
+    """The destructor of their profiler deletes the folder of the last recording, whoever made it."""
     monkeypatch.chdir(tmp_path)
     theirs = torch_npu.profiler._KinetoProfile()
     theirs.start()
@@ -826,7 +826,7 @@ def test_torch_profiler_after_this_ends_ours_and_works(make: Any) -> None:
     artifact.discard()
 
 
-# What torch_npu, and SGLang with it, do to torch.
+# Changes that torch_npu and SGLang make to torch.
 
 
 def test_a_torch_profiler_that_sglang_has_replaced_is_not_in_the_way(
@@ -847,7 +847,7 @@ def test_the_torch_backend_says_what_sglang_has_done_to_torch(
 
     monkeypatch.setattr(torch.profiler, "profile", torch_npu.profiler.profile)
     backend = TorchBackend(ProfileConfig(tool="torch"))
-    backend.check()  # it has torch's own
+    backend.check()  # the backend does not use `torch.profiler.profile`
     for ours, theirs in (("CPU", "CPU"), ("CUDA", "NPU")):
         kind = getattr(torch_npu.profiler.ProfilerActivity, theirs)
         monkeypatch.setattr(torch.profiler.ProfilerActivity, ours, kind)
@@ -870,7 +870,7 @@ def test_hooks_of_torch_npu_are_named_in_the_sidecar(make: Any, monkeypatch: pyt
         assert FAMILY == "A"
         return
     for owner, name in ((DataLoader, "__iter__"), (torch.serialization, "save")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back what comes now
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
     _add_mstx_patch._apply_mstx_patch()
     [artifact] = record(make())
     artifact.discard()

@@ -1,4 +1,4 @@
-"""The backend against its contract, on one wheel."""
+"""The conformance tests of backends, on the torch_npu of one wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests in this folder run in a process of their own, on one wheel: `test_wheels.py` starts them."""
+"""Fixtures of the tests in this folder. `test_wheels.py` runs them in a separate process for each wheel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILED = install(WHEEL)
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    """Provide the stand-in, as new. The working directory is one that must stay empty."""
+    """Yield a reset stand-in, and check that the working directory stays empty."""
     here = tmp_path_factory.mktemp("working_directory")
     monkeypatch.chdir(here)
     monkeypatch.setattr(_COMPILED, "fails", {})

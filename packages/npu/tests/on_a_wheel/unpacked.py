@@ -1,14 +1,14 @@
-"""The real Python code of an unpacked torch_npu wheel, over a stand-in for its compiled half.
+"""The real Python code of an unpacked torch_npu wheel, over a stand-in for the compiled modules.
 
-What is not the wheel's: the `__init__.py` of `torch_npu`, `torch_npu.npu` and `torch_npu.utils`, which load
-the device runtime and are not executed; `torch_npu._C._profiler` and `torch_npu._C._mstx`, made here, which
-note every call; and of `torch_npu.npu` the few names below. All else that is imported under `torch_npu` is
-the file from the wheel.
+All modules below `torch_npu` are the wheel's files, with three exceptions. The `__init__.py` of `torch_npu`,
+`torch_npu.npu` and `torch_npu.utils` are not executed, because they load the device runtime.
+`torch_npu._C._profiler` and `torch_npu._C._mstx` are made here, and note every call. `torch_npu.npu` has only
+the few names below.
 
-The stand-in knows the arguments of the compiled classes (as `libtorch_npu.so` 2.13.0 prints them) and raises
-TypeError for any other, as pybind11 does. While it records it writes what the real one does, in its own
-format: `FRAMEWORK/torch.op_range` at the stop, and `PROF_*/host/ranges.json` with the mstx ranges when it is
-finalized. Device data it has none.
+The stand-in accepts the arguments of the compiled classes (as `libtorch_npu.so` 2.13.0 prints them) and
+raises TypeError for other arguments, as pybind11 does. It writes `FRAMEWORK/torch.op_range` at the stop, and
+`PROF_*/host/ranges.json` with the mstx ranges when the recording is finalized. The contents have a format of
+their own, and there is no device data.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExperimentalConfig:
 
     def __repr__(self) -> str:
         return ", ".join(
-            f"{name}={sorted(value) if isinstance(value, list) else value!r}"  # lists went through a set
+            f"{name}={sorted(value) if isinstance(value, list) else value!r}"  # the wheel makes lists of sets
             for name, value in sorted(self.arguments.items())
         )
 
@@ -82,15 +82,15 @@ class Config:
 
 
 class Compiled:
-    """The stand-in: one recording at a time, as in the real one, and none the wiser if there are two."""
+    """The stand-in. As in the real C++, two recordings at once silently share one state."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        """Every call, without times and paths."""
+        """All calls in order, without times and paths."""
         self.fails: dict[str, str] = {}
-        """{function: the message with which it raises}."""
+        """{function that raises RuntimeError: message}."""
         self.no_prof = False
-        """CANN records nothing, and nobody says so."""
+        """True if CANN shall record nothing, without an error."""
         self.device = 0
         self._path = ""
         self._activities: set[Activity] = set()
@@ -133,7 +133,7 @@ class Compiled:
         self._recording = False
 
     def thread_is_recorded(self) -> bool:
-        """As torch shows a thread that C++ has joined."""
+        """Return whether the calling thread is recorded, as `torch._C._autograd._profiler_enabled` does."""
         return getattr(self._here, "joined", False)
 
     def finalize(self) -> None:
@@ -173,7 +173,7 @@ def _named(activities: set[Activity]) -> str:
 
 
 def install(wheel: Path) -> Compiled:
-    """Make `import torch_npu` find the wheel's code over a stand-in, which is returned. Once per process."""
+    """Make `import torch_npu` load the wheel's code, and return the stand-in. Call this once per process."""
     import torch
 
     package = wheel / "torch_npu"
@@ -189,7 +189,7 @@ def install(wheel: Path) -> Compiled:
     enabled = torch._C._autograd._profiler_enabled
     torch._C._autograd._profiler_enabled = lambda: enabled() or compiled.thread_is_recorded()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the wheel's own: escape sequences, deprecated names of torch
+        warnings.simplefilter("ignore")  # of the wheel: escape sequences, deprecated names of torch
         _import(top)
     return compiled
 

@@ -1,4 +1,4 @@
-"""In an environment that holds torch_npu, `import torch` loads it too, and fails where there is no CANN."""
+"""Turn off torch's autoload of torch_npu: without CANN, `import torch` would fail in this environment."""
 
 from __future__ import annotations
 

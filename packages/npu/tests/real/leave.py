@@ -1,4 +1,4 @@
-"""A process that is captured and leaves without closing the capture: `leave.py SAVE_PATH HOW`."""
+"""A process that opens a capture and exits without closing it: `leave.py SAVE_PATH HOW`."""
 
 from __future__ import annotations
 

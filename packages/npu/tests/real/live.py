@@ -1,5 +1,6 @@
-"""A training that goes on and selects no step: `live.py SAVE_PATH`. It says each step, and begins
-it when told to.
+"""A training run that selects no step to capture: `live.py SAVE_PATH`.
+
+It prints the number of each step, and waits for a line on stdin before the step begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backend on the unmodified torch_npu, Python and C++, over a stand-in for CANN.
+"""Tests of the backend on the unmodified torch_npu, Python and C++, over a stand-in for CANN.
 
 `test_torch_npu.py` starts pytest on this file in a process over the stand-in.
 """
@@ -53,7 +53,7 @@ def empty_working_directory(
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., NpuBackend]:
     def backend(**npu: object) -> NpuBackend:
-        run = tmp_path.with_name(f"{tmp_path.name}-run")  # beside it: what is in it is counted
+        run = tmp_path.with_name(f"{tmp_path.name}-run")  # not in tmp_path, where tests count files
         data = {"tool": "npu", "save_path": str(run), "npu": npu}
         return NpuBackend(ProfileConfig.from_mapping(data))
 
@@ -66,7 +66,7 @@ def calls() -> list[str]:
 
 
 def ranges(folder: Path) -> list[str]:
-    """Names of the mstx ranges that the stand-in saw, by domain."""
+    """Return `domain:name` of each mstx range that the stand-in saw, without those of torch_npu."""
     [ranges] = folder.glob("PROF_*/host/fake_ranges.tsv")
     lines = [line.split("\t") for line in ranges.read_text().splitlines()]
     return [f"{domain}:{name}" for _, _, _, domain, name in lines if not name.startswith("ProfilerStep")]
@@ -102,7 +102,7 @@ class TestNpuBackend(BackendConformance):
         return {name.removeprefix("default:actor.") for name in ranges(path)}
 
     def fail_halfway(self, backend: Backend) -> Callable[[], None]:
-        """torch_npu has started when this is called, and records."""
+        """Make `add_metadata_json` fail, which the backend calls after torch_npu has started to record."""
         profile = torch_npu.profiler.profile
         original = profile.add_metadata_json
 
@@ -125,7 +125,7 @@ def test_one_window_makes_these_calls_into_cann(make: Callable[..., NpuBackend],
         "mstxRangeStartA",
         "mstxRangeEnd",
         "synchronize",
-        "mstxRangeEnd",  # of torch_npu's own range around a mini-batch
+        "mstxRangeEnd",  # torch_npu's own range around a mini-batch
         "synchronize",
         "aclprofStop",
         "aclprofFinalize",
@@ -193,7 +193,7 @@ def test_a_window_of_another_thread_records_its_device_its_markers_and_its_opera
 def test_a_thread_that_opens_two_windows_has_each_operator_once_in_both(
     make: Callable[..., NpuBackend], tmp_path: Path
 ) -> None:
-    """torch_npu's own way for such threads records them twice the second time."""
+    """With `disable_profiler_in_child_thread`, the second recording would hold each operator twice."""
     backend = make()
 
     def work() -> list[PendingArtifact]:
@@ -250,7 +250,7 @@ def test_a_range_may_end_after_the_window_and_on_another_thread(
 def test_torch_profiler_after_this_ends_ours_and_works(
     make: Callable[..., NpuBackend], tmp_path: Path
 ) -> None:
-    """Without that, torch.profiler raises: another one is enabled on this thread."""
+    """If the window stayed open, torch.profiler would raise: a profiler is enabled on this thread."""
     backend = make()
     backend.start(a_window())
     mark(backend)
@@ -308,7 +308,7 @@ def test_dynamic_profile_ends_our_window_and_has_its_own_data(
 
 
 def test_torch_profiler_reaches_mspti_where_the_torch_backend_is_told_to(tmp_path: Path) -> None:
-    """No record of a device is expected, because the stand-in hands out none."""
+    """The trace has no device events, because the stand-in delivers none."""
     activities = {"activities": ["cpu", "privateuse1"]}
     config = {"tool": "torch", "save_path": str(tmp_path), "torch": activities}
     backend = TorchBackend(ProfileConfig.from_mapping(config))

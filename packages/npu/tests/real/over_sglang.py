@@ -1,7 +1,7 @@
 """SGLang's own profiler code, from its wheels, over the unmodified torch_npu and a stand-in for CANN.
 
-SGLang is not installed. Of its module, these run as they stand there: the block for NPUs, and the class that
-starts and stops the profiler. `test_torch_npu.py` starts pytest on this file.
+SGLang is not installed. Two parts of its module run unchanged: the block for NPUs, and the class that starts
+and stops the profiler. `test_torch_npu.py` starts pytest on this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLASSES = ("_ProfilerBase", "_ProfilerConcreteBase", "_ProfilerTorch")
 
 
 def sglang(version: str) -> dict[str, Any]:
-    """Return the names of SGLang's module after its import on an NPU, as far as they are needed here."""
+    """Return the namespace of SGLang's module after its import on an NPU, with only the names needed here."""
     folder = members(f"sglang=={version}", (UTILS, PATCHES))
     names: dict[str, Any] = {
         "torch": torch,
@@ -57,7 +57,7 @@ def sglang(version: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """SGLang counts as imported; what it replaces is given back."""
+    """Make SGLang count as imported, and restore the names that it replaces after the test."""
     kinds = torch.profiler.ProfilerActivity
     monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
     monkeypatch.setattr(torch.profiler, "profile", torch.profiler.profile)
@@ -70,7 +70,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_npu as its wheels up to 2.10.0 are: with its function for replacing names where SGLang looks."""
+    """Put `_apply_patches` where torch_npu up to 2.10.0 has it and SGLang looks for it."""
     monkeypatch.setattr(torch_npu, "_apply_patches", _apply_patches, raising=False)
 
 
@@ -79,7 +79,7 @@ def npu(tmp_path: Path) -> NpuBackend:
 
 
 def profiler(names: dict[str, Any], folder: Path) -> Any:
-    """SGLang's, as its scheduler makes it."""
+    """Return SGLang's profiler, made as SGLang's scheduler makes it."""
     given = {
         "output_dir": str(folder),
         "output_prefix": "",
@@ -89,14 +89,14 @@ def profiler(names: dict[str, Any], folder: Path) -> Any:
         "first_rank_in_node": True,
     }
     asked = inspect.signature(names["_ProfilerConcreteBase"]).parameters
-    ranks = {name: 0 for name in asked if name not in given}  # of older releases
+    ranks = {name: 0 for name in asked if name not in given}  # arguments of older releases
     return names["_ProfilerTorch"](
         with_stack=False, record_shapes=False, activities=["CPU", "GPU"], **given, **ranks
     )
 
 
 def operators_of_ours(tmp_path: Path) -> tuple[bytes, str]:
-    """(what a window of ours holds, what its sidecar says of SGLang)"""
+    """Record a window with stepscope, and return (its operators, its option `sglang_profiler`)."""
     backend = npu(tmp_path)
     backend.start(a_window())
     torch.ones(2).cumsum(0)

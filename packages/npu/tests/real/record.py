@@ -1,4 +1,4 @@
-"""A process that is captured three times: `record.py SAVE_PATH`. The last time CANN records nothing."""
+"""A process that captures three steps: `record.py SAVE_PATH`. In the last step, CANN records nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The real analysis of torch_npu on what its real C++ recorded, and what the merge makes of it.
+"""Tests of torch_npu's real analysis on recordings of its real C++, and of their merged timelines.
 
-The stand-in for CANN adds what it saw (mstx ranges); the one for msprof invents a device task for each.
+The stand-in for CANN records the mstx ranges, and the stand-in for msprof invents a device task for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def over_fake_cann(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def captured(over_fake_cann: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of three steps, not analysed."""
+    """Return the folder of a run of three steps whose recordings are not analysed."""
     folder = tmp_path_factory.mktemp("captured") / "run"
     script = str(Path(__file__).with_name("record.py"))
     done = subprocess.run(
@@ -83,7 +83,7 @@ def merged(captured: Path, step: int, capsys: pytest.CaptureFixture[str]) -> tup
 
 
 def the_slice(events: list[dict[str, Any]], name: str) -> tuple[int, int]:
-    """(start, end) in ns."""
+    """Return (start, end) in ns of the last slice with this name."""
     slices = [event for event in events if event["ph"] == "X" and event["name"] == name]
     start = round(slices[-1]["ts"] * 1000)
     return start, start + round(slices[-1]["dur"] * 1000)
@@ -119,17 +119,17 @@ def test_the_whole_run_is_analysed_and_merged_where_it_was(
 
 
 def test_msprof_analyze_is_asked_too_and_what_it_writes_is_kept_and_named(captured: Path, told: str) -> None:
-    joined = "".join(told.split())  # lines are broken anywhere
+    joined = "".join(told.split())  # the output breaks lines at any place
     for step in (1, 3):
         recording = the_recording(captured, step)
         files = [path for path in (recording / "msprof_analyze").rglob("*") if path.is_file()]
         assert sorted(path.suffix for path in files) == [".html", ".xlsx"]
         assert all(path.stat().st_size and str(path.relative_to(recording)) in joined for path in files)
-    assert "://" not in told  # nothing of its own lines is shown: a banner of it is not for logs
+    assert "://" not in told  # the tool's own output, with its banner, is not shown
 
 
 def test_what_msprof_analyze_cannot_read_is_said_to_have_come_to_nothing(captured: Path, told: str) -> None:
-    """Its adviser reads text, and no database."""
+    """msprof-analyze reads text exports only, and step 2 is a database."""
     assert not (the_recording(captured, 2) / "msprof_analyze").exists()
     assert "profiler.db,msprof-" in "".join(told.split())
 
@@ -137,14 +137,14 @@ def test_what_msprof_analyze_cannot_read_is_said_to_have_come_to_nothing(capture
 def test_a_recording_without_cann_data_is_merged_where_it_was_too(
     captured: Path, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch_npu itself places it early by what CLOCK_MONOTONIC and CLOCK_MONOTONIC_RAW differ."""
+    """torch_npu places its events early, by the difference of CLOCK_MONOTONIC and CLOCK_MONOTONIC_RAW."""
     _, events = merged(captured, 3, capsys)
     span, operator = the_slice(events, "inner"), the_slice(events, "aten::mm")
     assert span[0] - MS <= operator[0] <= operator[1] <= span[1] + MS
 
 
 def test_a_daemon_may_have_it_analysed(captured: Path, here_is_cann: None, tmp_path: Path) -> None:
-    """torch_npu refuses to analyse in a daemon, such as a worker of vLLM; the process it starts is none."""
+    """torch_npu refuses to analyse in a daemon, such as a worker of vLLM. `analyse` starts a process."""
     program = (
         "import multiprocessing, sys\nfrom pathlib import Path\nfrom stepscope_npu._analysis import analyse\n"
         "def work():\n    print(len(analyse(Path(sys.argv[1]), timeout_s=200)), flush=True)\n"
@@ -162,9 +162,7 @@ def test_a_daemon_may_have_it_analysed(captured: Path, here_is_cann: None, tmp_p
 def test_doctor_sees_this_torch_npu_with_cann_and_the_trap_without(
     here_is_cann: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        _doctor, "_DEADLINE_S", 240
-    )  # an import of torch, on a machine that does other things
+    monkeypatch.setattr(_doctor, "_DEADLINE_S", 240)  # an import of torch takes long on a busy machine
     states = {row.subject: row.state for row in rows()}
     assert (states["torch_npu"], states["CANN"], states["msprof"]) == ("green", "green", "green")
     for name in ("LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):

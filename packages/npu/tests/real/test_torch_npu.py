@@ -1,6 +1,6 @@
-"""The unmodified torch_npu of this environment, Python and C++, over a stand-in for CANN made with gcc.
+"""Tests of the unmodified torch_npu, Python and C++, over a stand-in for CANN that gcc builds.
 
-Without CANN it cannot be imported, so each test here starts a process over the stand-in.
+torch_npu cannot be imported without CANN, so each test starts a process that loads the stand-in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start(libraries: Path, *arguments: str, **variables: str) -> subprocess.Comp
 
 def test_the_backend_keeps_its_contract_on_the_real_code(libraries: Path, tmp_path: Path) -> None:
     home = make_home(tmp_path / "cann")
-    (home / "lib64").symlink_to(libraries)  # where MSPTI is looked for, once in a process
+    (home / "lib64").symlink_to(libraries)  # torch_npu looks for MSPTI here, once per process
     scenes = [str(HERE / name) for name in ("over_fake_cann.py", "over_sglang.py")]
     installed = {"ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}
     pytest_on = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *scenes]
@@ -57,7 +57,7 @@ def test_the_backend_keeps_its_contract_on_the_real_code(libraries: Path, tmp_pa
 def test_a_process_that_leaves_an_open_capture_keeps_its_recording(
     libraries: Path, tmp_path: Path, how: str, code: int
 ) -> None:
-    """torch_npu by itself loses everything that is not stopped."""
+    """torch_npu alone would lose a recording that is not stopped."""
     done = start(libraries, str(HERE / "leave.py"), str(tmp_path / "run"), how)
     assert done.returncode == code, done.stderr[-3000:]
     [folder] = (tmp_path / "run").glob("step_000002/traces/*/*_ascend_pt")
@@ -81,7 +81,7 @@ def test_a_live_run_records_the_next_step_when_it_is_asked_to(
     with training:
         assert training.stdin is not None
         assert training.stdout is not None
-        lines = (line.strip() for line in training.stdout)  # torch_npu's own lines are among them
+        lines = (line.strip() for line in training.stdout)  # with lines that torch_npu prints
         for step in range(3):
             assert f"step {step}" in lines
             if step == 1:

@@ -1,4 +1,4 @@
-"""Builds the stand-in for CANN with gcc, and says how to run a process over it."""
+"""Build the stand-in for CANN with gcc, and make the environment of a process that uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = [
 
 
 def build(folder: Path) -> Path:
-    """Return the folder with the libraries: one, under all names. Skips the test where there is no gcc."""
+    """Build one library in `folder`, with a link for each name. Skip the test if gcc is not installed."""
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc is not installed (Debian: apt install gcc): torch_npu's C++ was not run")

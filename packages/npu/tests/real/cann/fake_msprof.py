@@ -1,8 +1,8 @@
-"""A stand-in for CANN's tool `msprof`, as far as torch_npu's analysis starts it.
+"""A stand-in for the commands of CANN's tool `msprof` that torch_npu's analysis runs.
 
-It turns the ranges that the stand-in for CANN saw (`host/fake_ranges.tsv`) into files. Names and columns are
-those of the real tool, by its published reference. So the real analysis has something to merge. For each
-range it invents one task of half its length on stream 0, named `fake_kernel_<n>`. Nothing of it was measured.
+It writes files that the real analysis merges, from the mstx ranges in `host/fake_ranges.tsv`, which the
+stand-in for CANN wrote. File names and columns follow the published reference of `msprof`. For each range
+there is an invented device task of half the range's length on stream 0, named `fake_kernel_<n>`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
         folder.mkdir(exist_ok=True)
         write_json(folder / f"msprof_{when}.json", int(info["pid"]), str(info["pid_name"]), ranges)
         write_summary(folder / f"op_summary_{when}.csv", ranges)
-    # torch_npu looks for these files each 0.1 s, and drops what it finds after this program has ended: the
-    # real one has seconds of work left.
+    # torch_npu looks for these files every 0.1 s, and drops files that it finds after this program has ended.
+    # The real msprof still works for seconds.
     time.sleep(0.5)
 
 
