@@ -1,6 +1,6 @@
 """Tests of the readers of analysed recordings. Device rows in these files are invented, and named `fake_*`.
 
-The file is long, because both forms of a recording must give the same events.
+This file is long, because both forms of a recording must give the same events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of the backend on the torch_npu of one wheel: calls into C++, failures, and recordings of other code.
 
-The file is long, because each test is a short scene over the same stand-in.
+This file is long, because each test is a short scene over the same stand-in.
 """
 
 from __future__ import annotations
