@@ -1,7 +1,8 @@
 """stepscope: see where every step of an RL post-training run goes.
 
-The names that workers' code uses are imported at once: they are light. The others, which read configurations
-and write files, are imported on first use, so that a module that only decorates does not pay for them.
+Names that code in workers uses, such as `profile_step`, are imported at once, because they are light. Other
+names read configurations and write files. They are imported on first use, so that a module that only
+decorates functions stays fast to import.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def __getattr__(name: str) -> object:
         value = getattr(import_module(_LATER[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next look finds it without coming here
+    globals()[name] = value  # the next access does not call __getattr__
     return value
 
 

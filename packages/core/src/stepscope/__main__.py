@@ -1,4 +1,6 @@
-"""`python -m stepscope`: the command of stepscope-report, for environments whose scripts are elsewhere."""
+"""`python -m stepscope`: the command `stepscope` of stepscope-report, for environments whose scripts are not
+on PATH.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls into the package stepscope-report, which a training worker need not have."""
+"""Check for the package stepscope-report, which a training worker need not have."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ StepscopeError
 
 VerlDifference (UserWarning)            a setting of verl's that means something else here, or nothing
 
-`ours` tells whether an exception in stepscope's code is its own or the user's.
+`ours` and `is_users` tell failures of stepscope from exceptions that are meant for the user's code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class StepscopeError(Exception):
 
 
 class ConfigError(StepscopeError, ValueError):
-    """A wrong setting. The message has the field, its value, the allowed values and the fix."""
+    """A wrong setting. The message states the field, its value, the allowed values and the fix."""
 
     def __init__(
         self, field: str, value: object, allowed: str, fix: str, also: Iterable[ConfigError] = ()
     ) -> None:
         """Args:
-        also: Further errors of the same source. Each gets a line of the message.
+        also: Further errors of the same source. Each adds a line to the message.
         """
         self.field = field
         self.value = value
@@ -47,20 +47,20 @@ class ConfigError(StepscopeError, ValueError):
         super().__init__("\n".join([message, *map(str, self.also)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str, tuple[ConfigError, ...]]]:
-        # Ray pickles errors. By default .args would call __init__ with one argument.
+        # Ray pickles errors. By default, unpickling would call __init__ with one argument, the message.
         return type(self), (self.field, self.value, self.allowed, self.fix, self.also)
 
 
 class CaptureError(StepscopeError, RuntimeError):
-    """Use of a capture in a way that cannot work."""
+    """Wrong use of a capture."""
 
 
 class CaptureOpenError(CaptureError):
-    """A second capture beside an open one: profilers are process-wide."""
+    """A second capture while another is open in this process, although profilers are process-wide."""
 
 
 class MissingArtifactsError(CaptureError):
-    """Missing artifacts of a step. The message lists each with its reason."""
+    """Missing artifacts of a captured step. The message lists each with its reason."""
 
     def __init__(self, step: int, missing: Iterable[str]) -> None:
         self.step = step
@@ -73,23 +73,23 @@ class MissingArtifactsError(CaptureError):
 
 
 class BackendError(StepscopeError, RuntimeError):
-    """Failure of a profiler of this process to start, stop or write."""
+    """A profiler of this process failed to start, to stop or to write."""
 
 
 class ProfilerBusyError(BackendError):
-    """Another profiler session in this process, beside which a second one would crash it."""
+    """Another profiler session is open in this process; a second session would crash the process."""
 
 
 class EngineError(StepscopeError, RuntimeError):
-    """Failure of an inference engine's profiler."""
+    """The profiler of an inference engine failed."""
 
 
 class RecordError(StepscopeError, ValueError):
-    """A file that does not hold the record that its name promises."""
+    """A file whose content is not what its name says."""
 
 
 class VerlDifference(UserWarning):
-    """A setting of verl's configuration with another meaning here, or without one."""
+    """A setting of verl's configuration that has another meaning in stepscope, or no counterpart."""
 
 
 @overload
@@ -97,11 +97,11 @@ def ours() -> tuple[type[Exception], ...]: ...
 @overload
 def ours(*kinds: type[E]) -> tuple[type[E], ...]: ...
 def ours(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the exceptions that an `except` in stepscope's code may catch: `kinds`, or every Exception
-    without `kinds`.
+    """Return the exception types that an `except` in stepscope's code may catch: `kinds`, or `Exception` by
+    default.
 
-    Write `except ours() as error:` instead of `except Exception as error:`. Exceptions of the user pass
-    through: see `is_users`. Python calls this only once an exception is raised.
+    Write `except ours() as error:` instead of `except Exception as error:`. Exceptions that are meant for the
+    user's code (see `is_users`) are not caught. Python evaluates the call only when an exception was raised.
     """
     error = sys.exc_info()[1]
     return () if error is not None and is_users(error) else kinds or (Exception,)
@@ -110,9 +110,9 @@ def ours(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
 def is_users(error: BaseException) -> bool:
     """Return whether an exception that was raised inside stepscope's code is meant for the user's code.
 
-    True for a Ctrl-C, an exit and a cancellation; for exceptions raised by a signal's handler, such as the
-    timeout of a reward function; and for exceptions that are thrown into a thread
-    (`PyThreadState_SetAsyncExc`).
+    Such exceptions are Ctrl-C, exit and cancellation; exceptions that a signal handler raises, such as the
+    timeout of a reward function; and exceptions that are thrown into a thread with
+    `PyThreadState_SetAsyncExc`.
     """
     if not isinstance(error, Exception):
         return True
@@ -127,8 +127,8 @@ def is_users(error: BaseException) -> bool:
 
 
 def _is_called_with_its_caller(frame: FrameType) -> bool:
-    """Return whether the interpreter itself called a frame's function, as it calls a signal's handler with
-    (number, frame).
+    """Return whether the frame's function got its caller's frame as an argument. The interpreter calls signal
+    handlers with (number, frame).
     """
     code, caller = frame.f_code, frame.f_back
     has_varargs = bool(code.co_flags & 0x04)  # inspect.CO_VARARGS
@@ -140,11 +140,11 @@ def _is_called_with_its_caller(frame: FrameType) -> bool:
 
 
 def _is_thrown(error: Exception, innermost: TracebackType) -> bool:
-    """Return whether an exception was thrown into this thread from outside, so that no code raised it at its
-    innermost frame.
+    """Return whether another thread threw `error` into this thread. No instruction of the innermost frame
+    raised it then.
 
-    Such an exception has no arguments and appears between two instructions. Almost all exceptions of C
-    functions have arguments.
+    A thrown exception has no arguments and appears between two instructions. Exceptions of C functions almost
+    always have arguments.
     """
     from opcode import opname
 

@@ -1,4 +1,6 @@
-"""Profilers of this process, behind one Protocol. The entry points `stepscope.backends` name them."""
+"""Profilers that run in this process. Each implements `Backend` and is an entry point
+`stepscope.backends`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contract of a counter: a number that a thread of each process samples while a capture is open."""
+"""Protocol of a counter: a number that a thread of each process samples."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from stepscope.files.counters import CounterKind, CounterScope
 
 
 class CounterSource(Protocol):
-    """One counter: its name, its unit, and its present values. Inherit from it.
+    """One counter: its name, its unit, and its current values. Subclass it to add a counter.
 
-    Another package names a function without arguments under `stepscope.counters`, which returns its counters:
+    To add counters, a package registers a function without arguments, which returns a list of its counters:
 
         [project.entry-points."stepscope.counters"]
         queues = "my_package:counters"
 
-    The function is called on the sampling thread when a capture opens, and once for the flight recorder, and
-    imports its libraries itself. If it raises, the manifest records the reason, and the other counters go on.
+    The sampling thread calls the function when a capture opens, and once for the flight recorder. Import
+    libraries inside the function. If it raises, the manifest states the reason, and other counters are not
+    affected.
 
-    One thread samples all counters: ten times a second in a capture, and once a second between captures. So a
-    sample must take microseconds, take no lock that the recorded code holds, and never wait.
+    One thread samples all counters, by default ten times a second in a capture and once a second between
+    captures. So `sample` must return within microseconds, must not wait, and must not take a lock that the
+    recorded code may hold.
     """
 
     name: str
-    """`process CPU`, `GPU memory`."""
+    """Name that the report shows: `process CPU`, `GPU memory`."""
     unit: str
     """`%`, `B`, `ms`, `W`, `MHz`, `/s`; empty for a plain number."""
     kind: CounterKind = "level"
     scope: CounterScope = "process"
-    """A counter of the `host` is sampled in one process of each host."""
+    """`process`, or `host` for a counter that one process of each host samples."""
     interval_s: float = 0.0
     """Shortest time between two samples, or 0 to sample at each tick of the sampler."""
 
     def sample(self) -> Mapping[str, float]:
-        """Return {measured thing: present value}: `GPU 3`, or `""` for the process or host itself.
+        """Return {measured object: current value}. The object is `""` for the process or host itself, else a
+        name: `GPU 3`.
 
-        Empty if there is none now. A source that raises is not asked again.
+        Return {} if there is no value now. If `sample` raises, it is not called again.
         """
         ...
 
     def close(self) -> None:
-        """Release the resources of the source. It is not sampled afterwards."""
+        """Release the resources of the counter. `sample` is not called afterwards."""
         return

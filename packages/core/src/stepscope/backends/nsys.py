@@ -1,11 +1,11 @@
 """The `nsys` backend: windows of the Nsight Systems session that started this process.
 
 `nsys launch` starts the process (`runtime_env` on Ray, `command` elsewhere) and records nothing by itself. A
-window is `nsys start` and `nsys stop` of that session, with an output path of our own. The report there is
-complete once `nsys stop` has ended. It holds all processes of the session: the children of this one too.
+window begins with `nsys start` and ends with `nsys stop` of that session. The report is complete once
+`nsys stop` has exited. The report contains all processes of the session, also the children of this process.
 
-A program under `nsys profile --capture-range=...` has a session that waits for its range. `nsys stop` ends
-this wait, and windows follow as above. Tested with nsys 2022.4 and 2023.4 on a CPU.
+The session of a program under `nsys profile --capture-range=...` waits for its range. `prepare` ends this
+wait with `nsys stop`; windows then work as above. Tested with nsys 2022.4 and 2023.4 on a CPU.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ SESSION = "NSYS_PROFILING_SESSION_ID"
 """The environment variable that nsys sets for the processes of a session."""
 DOMAIN = "stepscope"
 _INJECTED = ("LD_PRELOAD", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
-"""Variables that load nsys into a process. nsys itself must start without them."""
+"""Variables that load nsys into a process. nsys itself must be started without these variables."""
 _ANSWER_S = 30.0
-"""Longest wait for an answer of nsys, which usually takes between 10 ms and 0.7 s."""
+"""Longest time that a command of nsys may take; most take 10 ms to 0.7 s."""
 LATE_S = 5.0
-"""Time after which `nsys start` goes on without the process that it shall record, seen in 2023.4.4."""
+"""Time that `nsys start` waits for a busy process before it starts without that process, as seen in nsys
+2023.4.4."""
 _HOLD_S = 10.0
-"""Longest time for which the training is held until a recording has stopped, or the last report is
-written."""
+"""Longest time that the training waits for a recording to stop, or for the previous report to be written."""
 _NOTHING = nullcontext()
 _SHARED = (
     "the nsys session of this process records already: `nsys profile` records the whole run, or another "
     "process of the session has a window, whose report holds this process too"
 )
 _BUSY = "not allowed in this state"
-"""Part of what nsys answers while another process starts or stops a recording of the session."""
+"""Part of the error of nsys while another process starts or stops a recording of the same session."""
 _FIX_SESSION = (
     "Fix: raise nsys.report_seconds if reports are large; if nsys hangs, end its agent (`nsys sessions list`)"
 )
@@ -56,15 +56,15 @@ _OF_START = (
     *("backtrace", "cpu-core", "cpuctxsw", "event-sampl", "export", "ftrace", "gpu-metrics", "gpuctxsw"),
     *("ib-switch", "nic-metrics", "os-events", "process-scope", "sampl", "soc-metrics", "stats"),
 )
-"""Names of the options that `nsys start` accepts and `nsys launch` does not."""
+"""Beginnings of the names of options that `nsys start` accepts and `nsys launch` does not."""
 
 
 def launch_options(config: ProfileConfig, *, engine: bool = False) -> dict[str, str]:
     """Return the options of `nsys launch` that this backend needs, as long names without dashes.
 
     Args:
-        engine: True for a process that builds an inference engine. Its CUDA graphs are then recorded kernel
-            by kernel, and so are the workers that it forks.
+        engine: True for a process that builds an inference engine. CUDA graphs are then recorded kernel by
+            kernel, and forked workers are recorded too.
     """
     of_engines = {"cuda-graph-trace": "node", "trace-fork-before-exec": "true"} if engine else {}
     extra = {name: value for name, value in config.nsys.extra.items() if not name.startswith(_OF_START)}
@@ -74,15 +74,15 @@ def launch_options(config: ProfileConfig, *, engine: bool = False) -> dict[str, 
 def runtime_env(config: ProfileConfig, *, engine: bool = False) -> dict[str, Any]:
     """Return the options that make Ray start an actor under nsys.
 
-    Use it as `Worker.options(runtime_env=runtime_env(config))`, for the recorded roles and ranks alone: nsys
-    costs time from the start of the process. Each actor is a session of its own. The actor's node needs this
-    process' Python at the same path, and `nsys` on PATH.
+    Use `Worker.options(runtime_env=runtime_env(config))` only for the recorded roles and ranks, because nsys
+    slows a process from its start. Each actor is a session of its own. The actor's node needs this process'
+    Python at the same path, and `nsys` on PATH.
 
     Args:
         engine: As in `launch_options`. vLLM then starts its workers by `spawn`.
     """
     words = ["nsys", "launch", *_words(launch_options(config, engine=engine))]
-    # Ray passes the text to a shell, whose own process nsys replaces: $$ is a name that no other session has.
+    # Ray passes the text to a shell. The shell's process id, $$, makes the session's name unique.
     env: dict[str, Any] = {
         "py_executable": f"{shlex.join(words)} --session-new=stepscope$$ {shlex.quote(sys.executable)}"
     }
@@ -90,9 +90,9 @@ def runtime_env(config: ProfileConfig, *, engine: bool = False) -> dict[str, Any
 
 
 def command(config: ProfileConfig, *, engine: bool = False) -> list[str]:
-    """Return the words before a program that Ray does not start: `nsys launch ... python train.py`.
+    """Return the words to put before a program that Ray does not start: `nsys launch ... python train.py`.
 
-    Each call makes a new session name. Two programs in one session would share windows and reports.
+    Each call returns a new session name, because two programs in one session would share windows and reports.
 
     Args:
         engine: As in `launch_options`.
@@ -106,7 +106,7 @@ def _words(options: dict[str, str]) -> list[str]:
 
 
 class NsysBackend:
-    """Switch of the nsys session that this process belongs to."""
+    """Backend that starts and stops recordings of the nsys session that this process belongs to."""
 
     name = "nsys"
 
@@ -114,9 +114,9 @@ class NsysBackend:
         self._config = config.nsys
         self._window: Window | None = None
         self._folder = Path()
-        """Folder of the window's report and of what `nsys stop` prints; empty between windows."""
+        """Folder of the window's report and of the output of `nsys stop`; empty between windows."""
         self._has_ranges = False
-        """True if spans of the window have made NVTX ranges."""
+        """True if the window has NVTX ranges."""
         self._start_s = 0.0
         """Duration of `nsys start` of the window, in seconds."""
         self._starting: subprocess.Popen[bytes] | None = None
@@ -136,7 +136,7 @@ class NsysBackend:
             raise BackendError(f"{_SHARED}. {fix}, once for each recorded process")
 
     def prepare(self) -> None:
-        """Import NVTX, and end the wait of `nsys profile --capture-range` for its range."""
+        """Import NVTX. Under `nsys profile --capture-range`, end the wait for a range."""
         if "nvtx" in self._config.trace:
             markers()
         if _state() == "StartRange":
@@ -145,7 +145,7 @@ class NsysBackend:
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        self._window = window  # first: if an interrupt follows, stop() ends what has begun
+        self._window = window  # set first, so that stop() cleans up
         try:
             PROCESS_LOCK.acquire(f"the nsys window of step {window.step}", by=self)
             _await_last_report()
@@ -169,7 +169,9 @@ class NsysBackend:
         pass
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """Return an NVTX start/end range, because push/pop ranges of interleaved tasks close each other."""
+        """Return an NVTX range with a start and an end, because push/pop ranges of interleaved tasks would
+        close each other.
+        """
         if self._window is None or "nvtx" not in self._config.trace:
             return _NOTHING
         library = markers()
@@ -182,19 +184,19 @@ class NsysBackend:
         """End the recording. nsys converts it into the report while the training goes on."""
         if self._window is None or PROCESS_LOCK.holder is None or self._starting is None:
             self._give_back()
-            return []  # not started, or the child of a fork: the window belongs to the parent
+            return []  # not started, or a forked child: the window belongs to the parent
         try:
             _synchronize()
             if self._starting.stdout is not None and not self._starting.stdout.closed:
-                self._starting.communicate(timeout=_ANSWER_S)  # an interrupt has left it
-            if self._stopping is None:  # else an interrupt has left it
+                self._starting.communicate(timeout=_ANSWER_S)  # start() was interrupted
+            if self._stopping is None:  # not None after an interrupt in stop()
                 self._stopping = _stop(self._folder)
             _await_output(self._stopping, self._folder)
         except ours():
             folder = self._folder
             self._give_back()
             _remove(folder)
-            raise  # a Ctrl-C keeps the window: a second call stops it
+            raise  # after a Ctrl-C the window is kept, and a second call stops it
         folder, stopping, seconds = self._folder, self._stopping, self._config.report_seconds
         has_ranges = self._has_ranges
         self._give_back()
@@ -211,7 +213,7 @@ class NsysBackend:
             _remove(folder)
 
         def discard() -> None:
-            with suppress(subprocess.TimeoutExpired):  # nsys leaves its raw recording if its folder goes
+            with suppress(subprocess.TimeoutExpired):  # else nsys would keep its raw recording
                 stopping.wait(_HOLD_S)
             _remove(folder)
 
@@ -231,23 +233,23 @@ class NsysBackend:
         PROCESS_LOCK.release(by=self)
         self._folder, self._starting, self._stopping = Path(), None, None
         self._has_ranges = False
-        self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
+        self._window = None  # cleared last, so that a second stop() after an interrupt repeats everything
 
 
-# nsys as a program.
+# Commands of nsys.
 
 
 class _RefusedError(BackendError):
-    """Refusal by nsys to do the requested work."""
+    """An nsys command ended with an error."""
 
 
 _last: subprocess.Popen[bytes] | None = None
-"""The latest `nsys stop` of this process. The session starts nothing before that ends. One writer:
-`_stop`."""
+"""The latest `nsys stop` of this process. The session cannot start a recording before it has exited. One
+writer: `_stop`."""
 
 
 def _program() -> str:
-    """Return the path of the nsys that started this process. It is beside the library that nsys loads into
+    """Return the path of the nsys that started this process, which is beside the library that nsys loads into
     processes.
     """
     for variable in _INJECTED[1:]:
@@ -295,7 +297,9 @@ def _readable(output: bytes) -> str:
 
 
 def _state() -> str | None:
-    """Return the state of this process' session, in nsys' word, or None if nsys does not list the session."""
+    """Return the state of this process' session as nsys prints it, or None if nsys does not list the
+    session.
+    """
     rows = (line.split() for line in _finish(_popen("sessions", "list"), "sessions list").splitlines())
     return next((row[2] for row in rows if len(row) > 2 and row[0] == os.environ[SESSION]), None)
 
@@ -332,7 +336,7 @@ def _report(stopping: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
             f"nsys wrote no complete report within {seconds:g} s (nsys.report_seconds). {_FIX_SESSION}"
         ) from None
     report, raw = folder / "report.nsys-rep", folder / "report.qdstrm"
-    if raw.exists():  # nsys 2023.4 could not convert one recording in a hundred, and could in a second try
+    if raw.exists():  # nsys 2023.4 failed to convert one recording in a hundred; a second try worked
         report = _converted(raw, seconds)
     if not report.exists():
         told = _readable((folder / "output").read_bytes())
@@ -342,7 +346,7 @@ def _report(stopping: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
 
 
 def _converted(raw: Path, seconds: float) -> Path:
-    """Return the report that nsys' importer makes of a raw recording."""
+    """Convert a raw recording with nsys' importer, and return the report."""
     importer = Path(_program()).parents[1] / "host-linux-x64" / "QdstrmImporter"
     report = raw.with_name("second")
     try:
@@ -378,22 +382,22 @@ def _synchronize() -> None:
 
 
 class Markers(NamedTuple):
-    """Functions of a library that makes NVTX ranges."""
+    """The functions of an NVTX library that start and end a range."""
 
     start: Callable[[str], object]
     end: Callable[[Any], object]
 
 
 def markers() -> Markers | str:
-    """Return functions that make ranges which nsys records, or the reason why there are none."""
-    return _markers("torch" in sys.modules)  # which the training may import later
+    """Return functions for ranges that nsys records, or the reason why no library has such functions."""
+    return _markers("torch" in sys.modules)  # the training may import torch later
 
 
 @cache
 def _markers(with_torch: bool) -> Markers | str:
-    """Return the result of `markers`, which caches it.
+    """Find the functions for `markers`, once with and once without torch.
 
-    nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then drop all ranges without a word.
+    nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then silently drop all ranges.
     """
     try:
         import nvtx  # type: ignore[import-untyped,unused-ignore]  # it has no types, and may be absent
@@ -407,12 +411,12 @@ def _markers(with_torch: bool) -> Markers | str:
             "2023.4, pip install nvtx==0.2.11"
         )
     try:
-        if with_torch:  # its own ranges have no domain
+        if with_torch:  # torch's ranges need no domain
             torch: Any = sys.modules["torch"]
             torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start(DOMAIN))
             return Markers(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
     except (AttributeError, RuntimeError):
-        pass  # a build without NVTX
+        pass  # torch was built without NVTX
     return f"no markers: {lacks}"
 
 

@@ -1,7 +1,7 @@
-"""One profiler session per process: Kineto, CUPTI and the Ascend profiler are process-wide.
+"""A lock for profiler sessions: Kineto, CUPTI and the Ascend profiler allow one session per process.
 
-torch shows only a session of the *calling thread*, and hides sessions of all threads even there. Therefore
-each backend takes this lock before it starts a profiler.
+torch reports only a session of the *calling thread*, and no session that records all threads. Therefore each
+backend takes this lock before it starts a profiler.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _KEY = "this process"
 
 
 class ProcessLock:
-    """Lock from the start of a profiler session to its end. It never waits: a signal handler may use it."""
+    """Lock that is held during a profiler session. No method waits, so signal handlers may use the lock."""
 
     def __init__(self) -> None:
-        # `dict.setdefault` is atomic and returns the first holder. A lock with a name beside it could be
-        # interrupted between the two, and stay locked without a holder.
+        # `dict.setdefault` is atomic and returns the first holder. With a `threading.Lock` and a name beside
+        # it, an interrupt between the two could leave a locked lock without a holder.
         self._held: dict[str, tuple[str, object]] = {}
 
     @property
@@ -31,11 +31,11 @@ class ProcessLock:
         """Lock the process for `holder`, such as "the torch trace of step 2".
 
         Args:
-            by: The object that may `release` it. An interrupted caller may release without knowing whether
-                it got the lock.
+            by: The object that may `release` the lock. An interrupted caller may call `release` without
+                knowing whether it got the lock.
 
         Raises:
-            ProfilerBusyError: another session holds it; the message names that session.
+            ProfilerBusyError: another session holds the lock. The message names the session.
         """
         wanted = (holder, by)
         held = self._held.setdefault(_KEY, wanted)
@@ -52,7 +52,7 @@ class ProcessLock:
             self._held.pop(_KEY, None)
 
     def forget(self) -> None:
-        """Free the lock in a forked child: the session and the lock belong to the parent."""
+        """Free the lock in a forked child, because the session belongs to the parent."""
         self._held.clear()
 
 

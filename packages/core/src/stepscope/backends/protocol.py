@@ -1,4 +1,4 @@
-"""The contract of a backend, and the lookup of a backend by name."""
+"""The protocol of a backend, and the lookup of a backend by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stepscope.files.sidecar import ProcessInfo
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of recording: a whole capture (continuous) or one stage (discrete)."""
+    """One recording of a backend: a whole capture (continuous) or one stage (discrete)."""
 
     step: int
     process: ProcessInfo
     stage: str | None
     """Stage that the window records, or None in continuous mode."""
     index: int
-    """0, 1, 2...: the number of the window within its capture and stage, in this process."""
+    """Number of the window within its capture and stage in this process: 0, 1, 2..."""
 
 
 class SpanInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,8 @@ class SpanInfo(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     span: int
     is_async: bool
-    """True inside `async def`: use start/end pairs with an id there, never push/pop."""
+    """True inside `async def`, where ranges may interleave: use start and end with an id, never push and
+    pop."""
 
 
 def _nothing() -> None:
@@ -41,27 +42,29 @@ def _nothing() -> None:
 
 
 class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A recording that was stopped and is not yet a file.
+    """A stopped recording that is not yet a file.
 
-    `write(path)` writes all of it to the given temporary path: a file, or a folder (then `compress` is
-    False). The exporter calls it once, on any thread, with no other `write` of the process beside it. It may
-    hold the GIL and take seconds. The exporter then compresses (if `compress`), renames, and writes the
-    sidecar. `discard()` frees what `write` uses. It is called if `write` raised or will never be called.
+    `write(path)` writes the recording to a temporary path, as a file or a folder (a folder needs
+    `compress=False`). The exporter calls `write` once, on any thread, and never two `write`s of a process at
+    a time. `write` may hold the GIL and take seconds. The exporter then compresses the file (if `compress`),
+    renames it, and writes the sidecar. `discard()` frees the resources of `write`; it is called if `write`
+    raised or will never be called.
     """
 
     kind: str
     """The kind, as in `Artifact.kind`."""
     suffix: str
-    """The suffix of the file that `write` makes: `.json`, `.pickle`. The exporter adds `.gz`."""
+    """The suffix of the file that `write` writes: `.json`, `.pickle`. The exporter adds `.gz` if it
+    compresses."""
     write: Callable[[Path], None]
     compress: bool
     discard: Callable[[], None] = _nothing
     truncated: str | None = None
     lacking: str | Callable[[], str | None] | None = None
-    """The requested part that is missing from the recording, with the reason, or None. The manifest then says
-    `partial`. A function returns it once the file is written."""
+    """The requested part that the recording lacks, with the reason, or None. With a reason, the manifest says
+    `partial`. A function is called once the file is written."""
     note: str | None = None
-    """A fact about the recording that is no problem, or None."""
+    """A remark about the recording that is not a problem, or None."""
     ignored: dict[str, str] = {}
     options: dict[str, str | int | float | bool | None] = {}
     versions: dict[str, str] = {}
@@ -69,19 +72,22 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Backend(Protocol):
-    """Profiler of this process. One running instance per process; constructed with the run's `ProfileConfig`.
+    """A profiler of this process. It is constructed with the run's `ProfileConfig`. One instance runs at a
+    time.
 
-    States: idle -> start -> running -> stop -> idle. `prepare` may be called at any time while idle, any
-    number of times.
+    A backend is idle until `start`, runs until `stop`, and is idle again. `prepare` may be called any number
+    of times while the backend is idle.
     """
 
     name: str
 
     def check(self) -> None:
-        """Raise `BackendError` (with the fix) if this backend cannot work here. Start nothing."""
+        """Raise `BackendError`, with the fix, if this backend cannot work in this process. Do not start
+        anything.
+        """
 
     def prepare(self) -> None:
-        """Pay one-off costs (library loading, first-start initialisation) outside the step. Idempotent."""
+        """Pay one-time costs (load libraries, initialise the profiler) before a step begins. Idempotent."""
 
     def start(self, window: Window) -> None:
         """Begin recording.
@@ -89,26 +95,27 @@ class Backend(Protocol):
         Raises:
             ProfilerBusyError: this backend was not stopped, or another profiler (perhaps the user's own)
                 records this process.
-            BackendError: the profiler does not start. Nothing is left running.
-            KeyboardInterrupt: at any moment, like other interrupts. `stop()` then ends whatever started.
+            BackendError: the profiler did not start. Nothing is left running.
+            KeyboardInterrupt: may be raised at any point, like other interrupts. `stop()` then ends what has
+                started.
         """
 
     def advance(self) -> None:
-        """Advance the schedule at the end of a mini-batch. Do nothing without a schedule, or if idle."""
+        """Advance the schedule at the end of a mini-batch. Do nothing if idle, or if there is no schedule."""
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """Return a marker for the trace around a span, or a null context if the backend has none.
+        """Return a context that marks a span in the trace, or a null context if the backend has no markers.
 
-        Cheap; it never raises.
+        The call is cheap and never raises.
         """
 
     def stop(self) -> list[PendingArtifact]:
-        """End recording and return fast. Without a start, return []. Works from any thread.
+        """End the recording and return fast, from any thread. Return [] if there was no start.
 
-        The recording up to this moment is never lost, partial windows included.
+        The recording up to this moment must be kept, even if the window is incomplete.
 
         Raises:
-            BackendError: nothing was recorded, with the reason. The backend is idle.
+            BackendError: nothing was recorded. The message has the reason, and the backend is idle.
         """
 
 
@@ -134,7 +141,7 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
 
 @cache  # reading the entry points takes 10 ms
 def _factory(name: str) -> Callable[[ProfileConfig], Backend]:
-    from importlib.metadata import entry_points  # its import takes 20 ms, paid when a profiler is wanted
+    from importlib.metadata import entry_points  # imported here, because the import takes 20 ms
 
     registered = {point.name: point for point in entry_points(group="stepscope.backends")}
     if name not in registered:

@@ -1,10 +1,10 @@
 """The `cuda_memory` backend: the history of the CUDA caching allocator.
 
-It takes one snapshot per window, and one at the first out-of-memory error. Open the files at
-https://pytorch.org/memory_viz.
+The backend takes a snapshot at the end of each window, and at the first out-of-memory error in it. Open the
+files at https://pytorch.org/memory_viz.
 
-No GPU has run it so far. Its tests check the signatures of a real torch, and the refusal on a machine without
-CUDA. The conformance suite is skipped on such a machine.
+The backend has not run on a GPU yet. On a machine without CUDA, tests check the signatures of a real torch
+and that the backend refuses to start; the conformance suite is skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, Block, DeviceMemory, MemorySummary
 
 LISTED = 2000
-"""The number of blocks per device that the summary lists one by one."""
+"""The largest number of blocks per device that a summary lists one by one."""
 _CHANGES = {"alloc": 1, "free_requested": -1}
 _HELD = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -34,21 +34,21 @@ _HELD = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unma
 class _Peak(NamedTuple):
     bytes: int
     events: int
-    """The number of events up to the peak."""
+    """The number of events up to and including the peak."""
 
 
 def summarise(snapshot: Mapping[str, Any], max_entries: int) -> MemorySummary:
-    """Summarise a snapshot, for each device that has segments or events. Needs no torch.
+    """Summarise a snapshot, for each device that has segments or events. This needs no torch.
 
     The docstring of `torch.cuda.memory._snapshot` defines the format. Memory counts as allocated from `alloc`
     to `free_requested`, as in `torch.cuda.memory_allocated`.
 
     Args:
         snapshot: As `torch.cuda.memory._snapshot()` returns it.
-        max_entries: The number of events that the history could hold.
+        max_entries: The capacity of the history, in events.
 
     Raises:
-        KeyError, TypeError: it is no such snapshot.
+        KeyError, TypeError: `snapshot` does not have that format.
     """
     traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
     segments: Sequence[Mapping[str, Any]] = snapshot["segments"]
@@ -107,9 +107,9 @@ def _blocks(segments: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
 
 
 def _highest(trace: Sequence[Mapping[str, Any]], end: int, changes: Mapping[str, int]) -> _Peak:
-    """Return the first moment of the peak.
+    """Return the highest value, at its first occurrence.
 
-    The value before the first event follows from the value at the end.
+    The value before the first event is the value at the end minus all changes.
     """
     now = end - sum(changes.get(event["action"], 0) * event["size"] for event in trace)
     peak = _Peak(now, 0)
@@ -121,7 +121,7 @@ def _highest(trace: Sequence[Mapping[str, Any]], end: int, changes: Mapping[str,
 
 
 def _alive(trace: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the allocations that none of these events ended."""
+    """Return the allocations that are not freed by a later event of `trace`."""
     alive: dict[int, Mapping[str, Any]] = {}
     for event in trace:
         if event["action"] == "alloc":
@@ -141,14 +141,14 @@ def _place(frames: Sequence[Mapping[str, Any]] | None, known: dict[str, int]) ->
 
 
 _HISTORY = ProcessLock()
-"""Lock of the allocator's history, of which a process has one. The history may run beside torch.profiler."""
+"""Lock of the allocator's history. A process has one history, which may run beside torch.profiler."""
 os.register_at_fork(after_in_child=_HISTORY.forget)
 
 _NOTHING = nullcontext()
 
 
 class CudaMemoryBackend:
-    """Recorder of the allocations on all CUDA devices of this process."""
+    """Backend that records the allocations on all CUDA devices of this process."""
 
     name = "cuda_memory"
 
@@ -156,13 +156,13 @@ class CudaMemoryBackend:
         self._config = config.cuda_memory
         self._window: Window | None = None
         self._has_begun = False
-        """True if the history of the window is on, or was about to start."""
+        """True once the window's history has started or is about to start."""
         self._ignored: dict[str, str] = {}
         self._at_oom: object | None = None
         self._ooms = 0
 
     def check(self) -> None:
-        """Raise `BackendError` if torch has no CUDA here, or no allocator history."""
+        """Raise `BackendError` if torch has no CUDA on this machine, or has no allocator history."""
         try:
             import torch
         except ImportError as error:
@@ -187,7 +187,7 @@ class CudaMemoryBackend:
         self.check()
         import torch
 
-        self._window, self._has_begun = window, False  # first: if an interrupt follows, stop() undoes it
+        self._window, self._has_begun = window, False  # set first, so that stop() cleans up
         try:
             _HISTORY.acquire(f"the CUDA memory history of step {window.step}", by=self)
             oom.suspend()
@@ -216,12 +216,12 @@ class CudaMemoryBackend:
         return _NOTHING
 
     def stop(self) -> list[PendingArtifact]:
-        """End the window and take its snapshot first, because ending the history drops it. Files are written
-        later.
+        """End the window. Its snapshot is taken before the history ends, because torch then drops the events.
+        Files are written later.
         """
         if self._window is None or _HISTORY.holder is None:
             self._window = None
-            return []  # not started, or the child of a fork: the history belongs to the parent
+            return []  # not started, or a forked child: the history belongs to the parent
         oom.in_window(None)
         if not self._has_begun:
             self._give_back()
@@ -249,16 +249,16 @@ class CudaMemoryBackend:
     def _give_back(self) -> None:
         oom.resume()
         _HISTORY.release(by=self)
-        self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
+        self._window = None  # cleared last, so that a second stop() after an interrupt repeats everything
 
     def on_oom(self, snapshot: object) -> None:
-        """Keep the snapshot of the first out-of-memory error of the window; count the later ones."""
+        """Keep the snapshot of the window's first out-of-memory error, and count all errors."""
         self._ooms += 1
         if self._at_oom is None:
             self._at_oom = snapshot
 
     def _summary(self, snapshot: dict[str, Any], truncated: str | None) -> PendingArtifact:
-        """Return the summary of a snapshot for the report, which reads no pickles."""
+        """Return a summary of the snapshot for the report, which does not read pickles."""
         import torch
 
         kept = [snapshot]
@@ -291,7 +291,7 @@ class CudaMemoryBackend:
             kind="cuda_memory_snapshot" if truncated is None else "cuda_memory_oom_snapshot",
             suffix=".pickle",
             write=write,
-            compress=False,  # memory_viz opens it as it is
+            compress=False,  # memory_viz does not open compressed files
             discard=kept.clear,
             truncated=truncated,
             ignored=self._ignored,

@@ -1,7 +1,8 @@
-"""Observer of CUDA's out-of-memory errors, and the allocator's history between captures.
+"""An observer of CUDA's out-of-memory errors, and the allocator's history between windows.
 
-torch calls an observer on the thread that asked for memory, before it raises, and cannot detach one. So this
-module attaches one observer per process, which calls the taker that is set at that moment.
+torch calls an observer on the thread that requested memory, before torch raises. An observer cannot be
+detached. So this module attaches one observer per process, which calls the function that is set at that
+moment.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 from stepscope.errors import ours
 
 POLL_S = 0.5
-"""Interval between two checks for CUDA. Attaching earlier would create a CUDA context."""
+"""Interval of checks whether the process uses CUDA. The observer is attached only then, because attaching
+creates a CUDA context."""
 
 
 class Shortage(NamedTuple):
-    """Arguments that torch passes to its observer when memory runs out."""
+    """The arguments that torch passes to an observer."""
 
     device: int
     asked_bytes: int
@@ -29,13 +31,14 @@ class Shortage(NamedTuple):
 
 _attached = False
 _window: Callable[[Any], None] | None = None
-"""Function of the open `cuda_memory` window that gets the snapshot first, or None. Set by `in_window`."""
+"""Function of the open `cuda_memory` window, which gets snapshots in place of `_between`; None between
+windows. Set by `in_window`."""
 _between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
-"""Function that gets out-of-memory errors outside of windows, or None. Set by `watch`."""
+"""Function that is called for out-of-memory errors between windows, or None. Set by `watch`."""
 _refused: Callable[[str], None] | None = None
-"""Function that gets the reason why no snapshot can be taken, or None. Set by `watch`."""
+"""Function that is called with the reason if the observer cannot be attached, or None. Set by `watch`."""
 _history: dict[str, object] | None = None
-"""Options of the history between windows, or None for no history. Set by `watch`."""
+"""Options of the history between windows, or None if there is none. Set by `watch`."""
 _running = False
 """True while the history between windows is on."""
 _waiting: threading.Thread | None = None
@@ -43,7 +46,7 @@ _lock = threading.Lock()
 
 
 def attach() -> str | None:
-    """Attach the observer, once per process. Return the reason if that is not possible, else None."""
+    """Attach the observer, once per process. Return None, or the reason if torch has no observer."""
     global _attached
     import torch
 
@@ -53,14 +56,14 @@ def attach() -> str | None:
     if not _attached:
         try:
             call(_out_of_memory)
-        except ours(RuntimeError) as error:  # cudaMallocAsync and pluggable allocators have none
+        except ours(RuntimeError) as error:  # cudaMallocAsync and pluggable allocators have no observers
             return f"this allocator does not report out-of-memory errors: {str(error).splitlines()[0]}"
         _attached = True
     return None
 
 
 def in_window(taker: Callable[[Any], None] | None) -> None:
-    """Set the taker of snapshots for the window that records; None ends it."""
+    """Call `taker(snapshot)` at each out-of-memory error of the window; None at the window's end."""
     global _window
     _window = taker
 
@@ -70,13 +73,15 @@ def watch(
     history: dict[str, object] | None,
     refused: Callable[[str], None],
 ) -> None:
-    """Call `taker(shortage, take a snapshot, with history)` at each shortage outside windows, from now on.
+    """Call `taker(shortage, snapshot, has_history)` at each out-of-memory error between windows, from now on.
 
-    If the process does not use CUDA yet, a thread waits until it does.
+    `snapshot` is a function that takes one. If the process does not use CUDA yet, a thread waits until it
+    does.
 
     Args:
-        refused: Called with the reason if the observer cannot be attached, perhaps on that thread.
-        history: Options of `torch.cuda.memory._record_memory_history`, which then is on between windows.
+        refused: Called with the reason if the observer cannot be attached, perhaps on the waiting thread.
+        history: Options of `torch.cuda.memory._record_memory_history`, to record a history between windows;
+            None to record none.
     """
     global _between, _history, _refused, _waiting
     _between, _history, _refused = taker, history, refused
@@ -103,7 +108,7 @@ def uses_cuda() -> bool:
 
 
 def suspend() -> None:
-    """End the history between windows, because a window is about to record its own."""
+    """End the history between windows, because a window is about to begin its own."""
     global _running
     if _running:
         import torch
@@ -113,7 +118,9 @@ def suspend() -> None:
 
 
 def resume() -> None:
-    """Begin the history between windows again, if it is wanted and no other code records one."""
+    """Begin the history between windows again, if `watch` was given one and no other code records a
+    history.
+    """
     global _running
     if _history is None or _running or not _attached:
         return
@@ -157,7 +164,7 @@ def _snapshot() -> object:
 
 
 def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
-    """Pass a shortage to the taker. torch calls this before it raises; the user's error must come through."""
+    """Observe an out-of-memory error. torch calls this function before it raises the error."""
     window, between = _window, _between
     if window is None and between is None:
         return
@@ -166,12 +173,12 @@ def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
             window(_snapshot())
         elif between is not None:
             between(Shortage(device, asked, limit, free), _snapshot, _running)
-    except BaseException:  # noqa: S110  # torch would raise this one in place of its own
+    except BaseException:  # noqa: S110  # torch would raise this exception in place of its own
         pass
 
 
 def _in_child() -> None:
-    # CUDA does not survive a fork, and neither does the thread.
+    # A forked child has neither the CUDA context nor the waiting thread.
     global _waiting, _running, _window, _between, _history, _refused
     _waiting, _running, _window, _between, _history, _refused = None, False, None, None, None, None
 

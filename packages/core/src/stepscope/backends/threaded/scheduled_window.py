@@ -1,6 +1,6 @@
-"""A window of a profiler that a `ScheduleConfig` switches on and off: its start, its end and its recordings.
+"""A profiler window that a `ScheduleConfig` switches on and off.
 
-Phases follow the schedule: off -> warmup -> active -> off, again and again. Without a schedule, a window is
+Each cycle of the schedule goes through the phases off, warmup and active. Without a schedule, a window is
 active from start to end.
 """
 
@@ -20,14 +20,14 @@ Phase: TypeAlias = Literal["off", "warmup", "active"]
 
 
 class Place(NamedTuple):
-    """The phase of one mini-batch, and its cycle (0, 1, 2...)."""
+    """The phase of one mini-batch, and the number of its cycle (0, 1, 2...)."""
 
     phase: Phase
     cycle: int
 
 
 def place(schedule: ScheduleConfig | None, mini_batch: int) -> Place:
-    """Return the phase and cycle of mini-batch 0, 1, 2... of a window. Without a schedule, all are active."""
+    """Return the phase and cycle of mini-batch 0, 1, 2... of a window. Without a schedule, each is active."""
     if schedule is None:
         return Place("active", 0)
     at = mini_batch - schedule.skip_first
@@ -44,8 +44,8 @@ def first_active(schedule: ScheduleConfig) -> int:
 
 
 def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Explain why a recording that ends at `mini_batch` is incomplete. `at` is the schedule's key in the
-    configuration.
+    """Explain why a recording that ends at `mini_batch` is incomplete. `at` is the schedule's dotted name in
+    the configuration.
     """
     length = schedule.wait + schedule.warmup + schedule.active
     done = (mini_batch - first_active(schedule)) % length
@@ -71,11 +71,13 @@ CutT = TypeVar("CutT", bound=Cut)
 
 
 class ScheduledWindow(ABC, Generic[CutT]):
-    """One window. `begin`, `advance` and `end` run on its thread, one at a time, so it needs no lock."""
+    """One window. `begin`, `advance` and `end` run on the window's thread, one at a time, so no lock is
+    needed.
+    """
 
     current: ClassVar[Any] = None
-    """The window of this class that records the process, or None. Writers: `begin`, `_give_back`, a forked
-    child."""
+    """The window of this class that is open in this process, or None. Writers: `begin`, `_give_back`, a
+    forked child."""
 
     def __init__(
         self,
@@ -87,8 +89,8 @@ class ScheduledWindow(ABC, Generic[CutT]):
         about: Mapping[str, object],
     ) -> None:
         """Args:
-        key: The schedule's key in the configuration.
-        about: Metadata of the window's recordings.
+        key: The schedule's dotted name in the configuration, for messages. about: Metadata of the window's
+        recordings.
         """
         self.name = name
         self.thread = thread
@@ -100,9 +102,9 @@ class ScheduledWindow(ABC, Generic[CutT]):
         self._mini_batch = 0
         self._cycle = 0
         self._recorded: deque[CutT] = deque()
-        """Recordings that wait to be taken."""
+        """Recordings that `take` has not returned yet."""
         self._lost: str | None = None
-        """The reason why there is no recording, or why the last one is incomplete; None if all is well."""
+        """The reason why there is no recording, or why the last recording is incomplete; else None."""
 
     def take(self) -> list[CutT]:
         """Remove and return all recordings. May be called from any thread.
@@ -121,11 +123,11 @@ class ScheduledWindow(ABC, Generic[CutT]):
         return recordings
 
     def begin(self) -> None:
-        """Enter the phase of mini-batch 0: recording, if there is no schedule.
+        """Enter the phase of mini-batch 0, which is active if there is no schedule.
 
         Raises:
-            ProfilerBusyError: a recording of other code, or another window, records this process.
-            BackendError: the profiler does not start. Nothing is left running.
+            ProfilerBusyError: another window, or a profiler of other code, records this process.
+            BackendError: the profiler did not start. Nothing is left running.
         """
         try:
             if self.over:
@@ -153,8 +155,8 @@ class ScheduledWindow(ABC, Generic[CutT]):
 
     @abstractmethod
     def end(self, truncated: str | None = None) -> None:
-        """End recording for good and keep the recording so far. `truncated` is the reason for an early end,
-        or None.
+        """End the window and keep the recording so far. `truncated` is the reason if the window ends
+        early.
         """
 
     @abstractmethod
@@ -167,7 +169,9 @@ class ScheduledWindow(ABC, Generic[CutT]):
             type(self).current = None
 
     def _cut_short(self) -> str | None:
-        """Explain why the open recording lacks mini-batches of its schedule; None without a schedule."""
+        """Explain which mini-batches of the schedule the open recording lacks; None if there is no
+        schedule.
+        """
         if self._schedule is None or self.phase != "active":
             return None
         return cut_short(self._schedule, self._mini_batch, self._key)

@@ -1,8 +1,8 @@
-"""Work on a profiler that must not be interrupted by a close: a close by a signal's handler is delayed until
-the work has ended.
+"""Profiler work that a signal handler must not interrupt with a close: the close is delayed until the work
+ends.
 
-Otherwise the handler would wait for another thread, which may wait for the work itself, or for a lock that
-the work holds.
+A close waits for another thread, which may be waiting for the interrupted work or for a lock that this work
+holds. That would be a deadlock.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _undisturbed: dict[int, list[Callable[[], object]]] = {}
-"""{thread: calls to make at the end of its `undisturbed` work}."""
+"""{id of a thread with `undisturbed` work: calls that were postponed to the end of this work}."""
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """Call `work`. A close by a signal's handler on this thread is delayed by `postponed` until `work` has
-    ended.
-    """
+    """Call `work`, then the calls that signal handlers on this thread have postponed meanwhile."""
     thread = threading.get_ident()
     if thread in _undisturbed:
         return work()
@@ -35,8 +33,8 @@ def undisturbed(work: Callable[[], T]) -> T:
 
 
 def postponed(call: Callable[[], object]) -> bool:
-    """Postpone `call` to the end of this thread's `undisturbed` work, and return True. Return False, and do
-    nothing, if the thread has no such work.
+    """Postpone `call` to the end of this thread's `undisturbed` work and return True, or return False if the
+    thread has no such work.
     """
     calls = _undisturbed.get(threading.get_ident())
     if calls is None:

@@ -1,14 +1,14 @@
-"""The thread that a profiler window belongs to.
+"""The thread on which a profiler window starts, advances and ends.
 
-Only the thread that started a torch.profiler session may stop it (docs/torch-traps.md). So every window has a
-thread, and each operation on the window is a `Task` on that thread:
+Only the thread that started a torch.profiler session may stop it (docs/torch-traps.md). So every window
+belongs to a thread, and each operation on the window is a `Task` on that thread:
 
-* `MAIN`: a window that the main thread opens stays there, as in ordinary use of torch.profiler. Another
-  thread (a watchdog) reaches the main thread through a pending call. The interpreter runs it between two
-  bytecodes, within about 5 ms while it runs Python. The call waits while the main thread is blocked in C, or
-  in a backward pass (whose Python code is hooks and recomputation).
-* `OWNER`: a daemon thread of stepscope, for windows that any other thread opens. Pool threads come and go,
-  and the thread of an event loop is gone at exit; this one always answers.
+* `MAIN`: a window that the main thread opens belongs to the main thread, as in ordinary use of
+  torch.profiler. Another thread (a watchdog) submits tasks through a pending call of the interpreter, which
+  runs on the main thread within about 5 ms. A task is delayed while the main thread is in C code or in a
+  backward pass.
+* `OWNER`: a daemon thread of stepscope, for windows that other threads open. Threads of pools and event loops
+  may end before the window does; this thread does not.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.errors import BackendError, ProfilerBusyError, is_users, ours
 
 ANSWER_S = 1.0
-"""The longest wait of a call from another thread for a main thread in C code."""
+"""Longest time that another thread waits for a main thread in C code."""
 RETRY_S = 0.02
-"""Interval between two checks for the end of a backward pass on the main thread."""
+"""Interval of checks whether a backward pass on the main thread has ended."""
 
 
 class Task:
@@ -63,14 +63,16 @@ class Task:
             self._done.set()
 
     def cancel(self) -> None:
-        """Keep the task from running, unless it has begun."""
+        """Prevent the task from running, if it has not begun."""
         self._work = None
 
     def wait(self, begin_s: float) -> bool:
-        """Wait up to `begin_s` for the task to begin, then until it ends. Return False if it has not begun.
+        """Wait up to `begin_s` for the task to begin, then until it has ended. Return False if it did not
+        begin.
 
         Raises:
-            BaseException: the exception of the work. A KeyboardInterrupt also interrupts the main thread.
+            BaseException: the exception of the work. If it is a KeyboardInterrupt, the main thread is
+                interrupted too.
         """
         if self._begun.wait(begin_s):
             self._done.wait()
@@ -82,10 +84,11 @@ class Task:
 
 
 class WindowThread(Protocol):
-    """A thread that runs tasks one at a time, in the order of their arrival."""
+    """A thread that runs tasks one at a time, in the order of submission."""
 
     all_threads: bool
-    """True if a window here records every thread, because no recorded code runs on this one."""
+    """True if windows of this thread record all threads of the process, because no recorded code runs on this
+    thread."""
 
     @property
     def name(self) -> str: ...
@@ -93,13 +96,13 @@ class WindowThread(Protocol):
     def is_current(self) -> bool: ...
 
     def submit(self, work: Callable[[], None]) -> Task:
-        """Queue `work` and return at once. If called on the thread itself, `work` runs before this returns,
+        """Queue `work` and return without waiting. On the thread itself, `work` runs before `submit` returns,
         unless another task is running.
         """
 
 
 class MainThread:
-    """The interpreter's main thread, as a thread for windows."""
+    """The main thread of the interpreter, as a `WindowThread`."""
 
     all_threads = False
 
@@ -107,8 +110,8 @@ class MainThread:
         self._tasks: deque[Task] = deque()
         self._busy = False
         self._retries = False
-        """True while a thread waits to retry a task."""
-        # This attribute keeps it alive: the interpreter holds a bare pointer to it.
+        """True while a thread waits to retry the queued tasks."""
+        # An attribute, to keep the function alive: the interpreter has only a C pointer to it.
         self._pending_call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._on_pending_call)
 
     @property
@@ -124,26 +127,28 @@ class MainThread:
         if self.is_current():
             self._drain()
         else:
-            # -1 (32 calls are waiting) needs no reaction: the next task on the main thread drains this one.
+            # The result -1 (32 calls are pending) may be ignored: the next task on the main thread drains the
+            # queue.
             ctypes.pythonapi.Py_AddPendingCall(self._pending_call, None)
         return task
 
     def forget(self) -> None:
-        """Drop all tasks in a forked child; the fork may have happened inside of a task of the parent."""
+        """Drop all tasks in a forked child. The fork may have happened within a task of the parent."""
         self._tasks, self._busy, self._retries = deque(), False, False
 
     def _on_pending_call(self, _: int | None) -> int:
         if not in_backward():
             try:
                 self._drain()
-            except BaseException as error:  # of a handler that waited for a task's end
+            except BaseException as error:  # raised by a signal handler whose close waited for the task
                 _raise_on_main(error)
         elif self._tasks and not self._retries:
-            # torch restores its sessions after each operator there: a stopped one would come back.
+            # In a backward pass, torch restores the session after each operator: a stopped session would come
+            # back.
             self._retries = True
             try:
                 threading.Thread(target=self._retry, name="stepscope-retry", daemon=True).start()
-            except ours(RuntimeError):  # no more threads: the next task drains this one too
+            except ours(RuntimeError):  # no more threads can start: the next task drains the queue
                 self._retries = False
         return 0
 
@@ -153,7 +158,8 @@ class MainThread:
         ctypes.pythonapi.Py_AddPendingCall(self._pending_call, None)
 
     def _drain(self) -> None:
-        # Signal handlers and pending calls interrupt tasks on this very thread: their own tasks wait.
+        # A signal handler or pending call may interrupt a task on this thread and submit another: that task
+        # waits.
         while self._tasks and not self._busy:
             undisturbed(self._do_next)
 
@@ -172,7 +178,7 @@ class OwnerThread:
     name = "stepscope-profiler"
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Task] = SimpleQueue()  # a signal handler may put() in the middle of put()
+        self._tasks: SimpleQueue[Task] = SimpleQueue()  # reentrant: put() may interrupt put()
         self._thread: threading.Thread | None = None
         self._started = threading.Lock()
 
@@ -182,7 +188,7 @@ class OwnerThread:
     def submit(self, work: Callable[[], None]) -> Task:
         task = Task(work)
         self._tasks.put(task)
-        # Taken once and never released. Not `with`: a signal handler in between must not wait for itself.
+        # The lock is acquired once and never released. `with` could deadlock in a signal handler.
         if self._started.acquire(blocking=False):
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
@@ -193,7 +199,7 @@ class OwnerThread:
             self._tasks.get().run()
 
     def forget(self) -> None:
-        """Reset in a forked child, which does not have the thread."""
+        """Reset in a forked child, which does not have this thread."""
         self._tasks, self._thread, self._started = SimpleQueue(), None, threading.Lock()
 
 
@@ -204,12 +210,14 @@ os.register_at_fork(after_in_child=OWNER.forget)
 
 
 def _raise_on_main(error: BaseException) -> None:
-    """Raise a copy of an error on the main thread soon, because ctypes drops an error of its pending call."""
+    """Raise a copy of `error` on the main thread a little later, because ctypes drops exceptions of a pending
+    call.
+    """
     kind = type(error)
     copy = type(kind.__name__, (kind,), {"__init__": lambda self: kind.__init__(self, *error.args)})
 
     def raise_there() -> None:
-        time.sleep(RETRY_S)  # the pending call is over then
+        time.sleep(RETRY_S)  # until the pending call has returned
         main = ctypes.c_ulong(threading.main_thread().ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(copy))
 
@@ -217,7 +225,7 @@ def _raise_on_main(error: BaseException) -> None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is in a backward pass of torch, for example in a hook."""
+    """Return whether the calling thread is in a backward pass of torch, for example in a hook."""
     torch = sys.modules.get("torch")
     number = getattr(getattr(torch, "_C", None), "_current_graph_task_id", None)
     return number is not None and number() != -1
@@ -229,12 +237,11 @@ def thread_for_window(all_threads: bool) -> WindowThread:
 
 
 def run_on(thread: WindowThread, work: Callable[[], None], begin_s: float = ANSWER_S) -> Task:
-    """Run `work` on `thread`. Wait at most `begin_s` until it begins, then until it ends.
+    """Run `work` on `thread`. Wait up to `begin_s` for it to begin, then until it has ended.
 
     Returns:
-        The task. It is not `done` if it has not begun, because the thread does not answer, or the caller is a
-        signal handler that interrupted another task of this thread. It then runs later, unless it is
-        cancelled.
+        The task. It is not `done` if the thread did not answer, or if the caller is a signal handler that
+            interrupted another task of the thread. Then the task runs later, unless it is cancelled.
 
     Raises:
         BaseException: the exception of the work.
@@ -246,11 +253,11 @@ def run_on(thread: WindowThread, work: Callable[[], None], begin_s: float = ANSW
 
 
 BEGIN_S = 60
-"""The longest wait of a start for its thread, which may be ending the previous window."""
+"""Longest time that the start of a window waits for its thread, which may be ending the previous window."""
 
 
 class ThreadWindow(Protocol):
-    """One stretch of recording. `begin`, `advance` and `end` run on its thread alone."""
+    """A window. `begin`, `advance` and `end` run only on `thread`."""
 
     name: str
     thread: WindowThread
@@ -264,22 +271,22 @@ WindowT = TypeVar("WindowT", bound=ThreadWindow)
 
 
 class Late:
-    """A window whose thread has not ended it yet."""
+    """A window that was stopped, but whose thread has not ended it yet."""
 
     def __init__(self, window: ThreadWindow, task: Task) -> None:
         self._window = window
         self._task = task
         self._caller = threading.current_thread().name
         self.note = f"stopped by thread {self._caller}, ended when {window.thread.name} came to it"
-        """The note for the manifest. Nothing is lost: the recording may hold work from after the stop."""
+        """Note for the manifest. The recording is complete, and may also contain work after the stop."""
         self.cut: str | None = None
-        """The reason why a written recording is incomplete; set when the window ends."""
+        """The reason why the recording is incomplete, or None; known once the recording is written."""
 
     def wait(self, patience_s: float, fix: str = "") -> None:
         """Wait until the window has ended.
 
         Raises:
-            BackendError: the window has not ended in time. The message ends with `fix`.
+            BackendError: the window did not end within `patience_s`. The message ends with `fix`.
         """
         try:
             ended = self._task.wait(patience_s)
@@ -293,7 +300,9 @@ class Late:
 
 
 class HeldWindow(Generic[WindowT]):
-    """The window of one backend, or None. If a backend is dropped while it records, its window is ended."""
+    """Holder of a backend's window, or of None. If the backend is garbage-collected while it records, the
+    window ends.
+    """
 
     def __init__(self, backend: str) -> None:
         self.window: WindowT | None = None
@@ -301,13 +310,13 @@ class HeldWindow(Generic[WindowT]):
         self._when_dropped: weakref.finalize[[ThreadWindow, str], HeldWindow[WindowT]] | None = None
 
     def refuse_second(self) -> None:
-        """Raise `ProfilerBusyError` while a window is open."""
+        """Raise `ProfilerBusyError` if a window is open."""
         if self.window is not None:
             raise ProfilerBusyError(f"{self.window.name} was not stopped. Fix: stop() before start()")
 
     def begin(self, window: WindowT) -> None:
-        """Start `window` on its thread. If the start fails, no window is held. After a Ctrl-C the window is
-        held, because it has begun or waits in its thread's queue, and `end` ends it.
+        """Start `window` on its thread. If the start fails, the window is not kept. After a Ctrl-C it is
+        kept, because it has begun or may still begin; `end` then ends it.
         """
         self.window = window
         try:
@@ -316,7 +325,7 @@ class HeldWindow(Generic[WindowT]):
             self.window = None
             raise
         self._when_dropped = weakref.finalize(self, _dropped, window, self._backend)
-        self._when_dropped.atexit = False  # the exit hook ends the window, and a later stop() gets it
+        self._when_dropped.atexit = False  # at exit, the backend's hook ends it
 
     def advance(self) -> None:
         """Advance the window by one mini-batch."""
@@ -324,10 +333,10 @@ class HeldWindow(Generic[WindowT]):
             run_on(self.window.thread, self.window.advance)
 
     def end(self) -> tuple[WindowT, Late | None] | None:
-        """End the window. Wait up to 1 s for a thread that is in C code.
+        """End the window. Wait up to 1 s for its thread, which may be in C code.
 
         Returns:
-            The window, with a `Late` if its thread did not answer; None if there is no window.
+            The window, and a `Late` if its thread did not answer in time; None if there is no window.
         """
         window = self.window
         if window is None:
@@ -337,7 +346,7 @@ class HeldWindow(Generic[WindowT]):
             late = None if task.wait(ANSWER_S) else Late(window, task)
         except ours():
             self._release()
-            raise  # a Ctrl-C keeps the window: a second end() ends what still runs
+            raise  # after a Ctrl-C the window is kept, and a second end() ends it
         self._release()
         return window, late
 
@@ -351,7 +360,7 @@ def begin_on_thread(window: ThreadWindow) -> None:
     """Start `window` on its thread.
 
     Raises:
-        BackendError: the window's thread is busy. The window will not start later either.
+        BackendError: the window's thread is busy. The window will not start later.
     """
     task = run_on(window.thread, window.begin, begin_s=BEGIN_S)
     if not task.done:
@@ -370,7 +379,7 @@ def end_on_thread(window: ThreadWindow) -> None:
 
 
 def about(window: Window) -> dict[str, object]:
-    """Return the metadata of a recording, for the key `stepscope` in its trace."""
+    """Return the metadata of a window, for the key `stepscope` in its trace."""
     process = window.process
     return {
         "step": window.step,
@@ -391,9 +400,9 @@ def title(recording: str, window: Window) -> str:
 
 
 def _dropped(window: ThreadWindow, backend: str) -> None:
-    """End the window of a backend that was garbage-collected while it recorded.
+    """End the window of a backend that was garbage-collected while recording.
 
-    This may run on any thread at any moment, so it does not wait.
+    The garbage collector calls this on any thread at any moment, so it must not wait.
     """
     window.thread.submit(window.end)
     warnings.warn(

@@ -1,1 +1,1 @@
-"""The `torch` backend: torch.profiler, made safe."""
+"""The `torch` backend: torch.profiler, with guards for its traps."""

@@ -1,8 +1,8 @@
 """The `torch` backend: torch.profiler, with a guard for each of its traps (docs/torch-traps.md).
 
 A window belongs to one thread (`window_thread`), a process has one window (`process_lock`), and sessions of
-other code are watched (`foreign_sessions`). A session that other code opens during a window ends the window.
-The recording up to there is kept and marked as truncated, and the other session runs as if alone.
+other code are watched (`foreign_sessions`). If other code opens a session during a window, the window ends:
+its recording is kept and marked as truncated, and the other session runs undisturbed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _before_another_session() -> None:
 
 
 def _at_exit() -> None:
-    """End an open window before the process exits, because torch would crash then. A later stop() still gets
-    its recording.
+    """End an open window before the process exits, because torch would crash at exit. A later stop() still
+    returns the recording.
     """
     window = torch_window.TorchWindow.current
     if window is not None:
@@ -81,32 +81,33 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """Detach a forked child from the session of its parent, so that it may profile on its own."""
+    """Detach a forked child from its parent's session, so that the child can profile on its own."""
     import torch
 
     record_function_scopes.forget()
     window = torch_window.forget()
     if window is not None:
         foreign_sessions.forget()
-        # The child inherits its callbacks, on each thread if it records all threads. They would record every
-        # operator for nothing.
+        # The child inherits the session's callbacks (on every new thread too, if the session records all
+        # threads), and they would record every operator for nothing.
         torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]  # torch: not in its stub
         if window.options.recorded["with_stack"]:
-            sys.setprofile(None)  # and every call
-    # A destructor of Kineto waits for a thread that a fork does not copy: exit() would hang.
+            sys.setprofile(None)  # with_stack also records every Python call
+    # exit() would hang in a destructor of Kineto, which waits for a thread that a fork does not copy.
     torch_window.leave_without_destructors()
 
 
 _LITTLE_MB = 256
-"""If torch could not write a trace and the disk has less free room than this, the disk is called full."""
+"""If torch could not write a trace and the disk has fewer free MB than this, the error says that the disk is
+full."""
 _NOTHING = nullcontext()
 
 
 class TorchBackend:
-    """Recorder of this process with torch.profiler.
+    """Backend that records this process with torch.profiler.
 
-    A window that starts on the main thread records the main thread, or all threads with `torch.all_threads`.
-    A window that starts on any other thread (a pool's, an event loop's) records all threads.
+    A window that the main thread starts records only the main thread, or all threads with
+    `torch.all_threads`. A window that another thread starts (of a pool or an event loop) records all threads.
     """
 
     name = "torch"
@@ -121,21 +122,23 @@ class TorchBackend:
         self._options(self._config.torch.all_threads)
 
     def prepare(self) -> None:
-        """Pay for Kineto's first start (1.2 to 2.5 s) with an empty window, unless a session runs already."""
+        """Start Kineto for the first time (1.2 to 2.5 s) with an empty window, unless a session runs
+        already.
+        """
         if torch_window.kineto_has_started:
             return
         window = self._make("the first start of torch.profiler", all_threads=False)
         try:
             begin_on_thread(window)
         except ProfilerBusyError:
-            pass  # Kineto has started, or is about to, in a session of other code
+            pass  # a session of other code has started Kineto, or is about to
         finally:
             end_on_thread(window)
 
     def start(self, window: Window) -> None:
         """Begin recording. After `prepare`, this takes 0.3 ms on the main thread and 0.5 ms on another.
 
-        A window of all threads that follows another such window begins up to 0.1 s later.
+        A window of all threads begins at least 0.1 s after the end of the previous such window.
         """
         self._held.refuse_second()
         recorder = self._make(
@@ -157,9 +160,9 @@ class TorchBackend:
             self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """Return a marker `<role>.<stage>`.
+        """Return a context that marks a span as `<role>.<stage>`.
 
-        Inside `async def` it is a null context, because interleaved tasks share a thread.
+        For a span in `async def` this is a null context, because interleaved tasks share a thread.
         """
         window = self._held.window
         if window is None or span.is_async or not window.records_here():
@@ -167,13 +170,13 @@ class TorchBackend:
         return window.options.marker(f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        """End the window: one artifact, or with a schedule one for each cycle.
+        """End the window. Return one artifact, or one for each cycle of a schedule.
 
-        If the main thread owns the window and is in C code, another thread waits for it up to 1 s. After
-        that it returns an artifact whose `write` waits on, up to `budget.export_seconds`.
+        If the window belongs to the main thread, which may be in C code, another thread waits up to 1 s for
+        it. Then it returns an artifact whose `write` continues to wait, up to `budget.export_seconds`.
 
         Raises:
-            BackendError: nothing was recorded, with the reason.
+            BackendError: nothing was recorded. The message has the reason.
         """
         ended = self._held.end()
         if ended is None:
@@ -183,7 +186,7 @@ class TorchBackend:
         return artifacts if late is None else [*artifacts, self._late_artifact(window, late)]
 
     def _options(self, all_threads: bool) -> Options:
-        # Cached: a query of CUDA takes time, and in discrete mode every stage has a window.
+        # Cached, because a query of CUDA takes time, and every stage has a window in discrete mode.
         if all_threads not in self._resolved:
             self._resolved[all_threads] = resolve(self._config.torch, all_threads=all_threads)
         return self._resolved[all_threads]
@@ -231,7 +234,7 @@ class TorchBackend:
 
 
 def _write(recorded: Recorded, path: Path) -> None:
-    """Write the trace as JSON and free its profile. Holds the GIL, for about 3 us an event."""
+    """Write the trace as JSON and free its profile. This holds the GIL for about 3 us per event."""
     profile = recorded.profile
     if profile is None:
         raise BackendError("this torch trace was written or discarded already")
@@ -244,7 +247,9 @@ def _write(recorded: Recorded, path: Path) -> None:
 
 
 def _verify(path: Path) -> None:
-    """Raise `BackendError` if the trace is absent or ends early: torch itself only prints its failures."""
+    """Raise `BackendError` if the trace is absent or ends early, because torch prints errors and does not
+    raise them.
+    """
     size = path.stat().st_size if path.exists() else None
     if size is None:
         raise BackendError(f"torch wrote no trace{_full(path.parent)}. Its message is on stderr")
@@ -255,9 +260,7 @@ def _verify(path: Path) -> None:
 
 
 def _full(folder: Path) -> str:
-    """Return the clause of an error that states the free room in `folder`, because torch could not write
-    there.
-    """
+    """Return words for an error about the free space in `folder`, after torch could not write there."""
     try:
         disk = os.statvfs(folder)
     except ours(OSError) as error:

@@ -1,8 +1,8 @@
-"""torch.profiler sessions of other code: the user's own, an engine's, a framework's.
+"""torch.profiler sessions of other code: of the user, an engine or a framework.
 
-torch does not show a session that is warming up (docs/torch-traps.md). So this module watches every entry
-into a session. These are `torch.autograd.profiler.profile._prepare_trace`, and the functions that enable a
-profiler for `emit_nvtx`, `emit_itt` and `profiler_legacy`, which torch refuses beside a session.
+torch does not report a session that is warming up (docs/torch-traps.md). So this module wraps the functions
+that open a session: `torch.autograd.profiler.profile._prepare_trace`, and the functions that enable
+`emit_nvtx`, `emit_itt` and `profiler_legacy`, which torch refuses during a session.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch.autograd.profiler import profile
 
 _sessions: WeakSet[profile] = WeakSet()
-"""Prepared sessions of other code. One writer: the watched method."""
+"""Sessions that other code has prepared. One writer: the wrapper of `_prepare_trace`."""
 _ours_on: int | None = None
-"""The thread that is preparing or starting a session of stepscope. One writer: `ours`."""
+"""Id of the thread that is preparing or starting a session of stepscope, or None. One writer: `ours`."""
 
 
 def watch(before_theirs: Callable[[], None]) -> None:
-    """From now on, call `before_theirs()` on each thread of other code that is about to open a session.
+    """From now on, call `before_theirs()` before other code opens a session, on the thread that opens it.
 
-    If it raises, the start of that session raises. Call `watch` once per process. It takes tens of ms: one
-    pass over all objects, for sessions that are open already.
+    If `before_theirs` raises, the session does not start. Call `watch` once per process. It takes tens of ms,
+    because it searches all objects for sessions that are open already.
     """
     from torch.autograd import profiler, profiler_legacy
     from torch.autograd.profiler import profile
@@ -61,7 +61,9 @@ def watch(before_theirs: Callable[[], None]) -> None:
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Mark the sessions prepared or started inside as stepscope's. The caller holds the process lock."""
+    """Mark sessions that are prepared or started in the block as stepscope's own. The caller holds the
+    process lock.
+    """
     global _ours_on
     _ours_on = threading.get_ident()
     try:
@@ -71,7 +73,7 @@ def ours() -> Iterator[None]:
 
 
 def busy() -> str | None:
-    """Return the name of the open, or starting, session of other code; None if there is none."""
+    """Describe the session of other code that is open or warming up; None if there is none."""
     if any(other.enabled and other.entered and other.kineto_results is None for other in list(_sessions)):
         return "a torch.profiler session that is not stepscope's is open (running or warming up)"
     if running(on_this_thread=True) or running(on_this_thread=False):
@@ -80,10 +82,10 @@ def busy() -> str | None:
 
 
 def running(on_this_thread: bool) -> bool:
-    """Return whether a session is running. Stopping one that is gone segfaults.
+    """Return whether a session is running. Check before a stop: stopping a session that has ended segfaults.
 
     Args:
-        on_this_thread: Ask for a session that records the calling thread; else for any in this process.
+        on_this_thread: True for a session of the calling thread, False for any session of this process.
     """
     from torch._C._autograd import _profiler_enabled
     from torch.autograd import profiler
@@ -92,21 +94,22 @@ def running(on_this_thread: bool) -> bool:
 
 
 def clear_flag() -> None:
-    """Clear the flag that torch sets before a start and does not clear if the start fails."""
+    """Clear torch's flag for a running session, which stays set if a start fails."""
     from torch.autograd import profiler
 
     profiler._set_is_profiler_enabled(False)
 
 
 def forget() -> None:
-    """Detach the session of the parent from the only thread of a forked child.
+    """Detach the parent's session from the only thread of a forked child.
 
-    With `profile_memory`, the session would take about 150 bytes for each allocation. A stop would touch
-    Kineto and CUPTI. The end of the legacy profiler detaches a session of either profiler and does no more.
+    The session would use about 150 bytes per allocation with `profile_memory`. An ordinary stop would call
+    Kineto and CUPTI. The function that disables the legacy profiler detaches either kind of session and does
+    nothing else.
     """
     from torch._C import _autograd
 
     if running(on_this_thread=True):
         nothing_else = _autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]  # torch
-        _autograd._disable_profiler_legacy(nothing_else)  # type: ignore[call-arg]  # its stub
+        _autograd._disable_profiler_legacy(nothing_else)  # type: ignore[call-arg]  # torch: not in its stub
     clear_flag()

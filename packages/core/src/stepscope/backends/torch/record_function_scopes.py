@@ -1,10 +1,10 @@
 """`record_function` scopes that are open when a torch.profiler session ends.
 
 torch would write the end of such a scope into freed memory (docs/torch-traps.md). So a scope that began in a
-session ends with that session, in its trace too, and its own end then does nothing.
+session is ended before the session stops, also in its trace. The scope's own end then does nothing.
 
-Python cannot see scopes of C++ (an operator, a backward pass) that are open while one session stops and the
-next one starts. `unrecorded` keeps those of asynchronous gloo operations from beginning.
+Scopes of C++ (an operator, a backward pass) are not visible to Python, so they may be open while a session
+stops. For asynchronous gloo operations, `unrecorded` prevents such scopes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _NOTED = "_stepscope_noted"
-"""Marker attribute of a scope that is, or was, in `_open`."""
+"""Attribute that marks a scope as entered in `_open`."""
 _UNRECORDED = "_stepscope_unrecorded"
-"""Marker attribute of functions made by `unrecorded`."""
+"""Attribute that marks functions made by `unrecorded`."""
 _open: dict[int, Callable[[], None]] = {}
-"""{id of an open scope: function that ends it}. The code that removes a function calls it."""
+"""{id of an open scope: function that ends the scope}. Whoever removes an entry calls its function."""
 _ended = 0
-"""The number of times that all scopes were ended. One writer: `_end_all`."""
+"""The number of calls of `_end_all`, which alone writes it."""
 _never_ending: list[object] = []
-"""Scopes whose session ended while they began. Kept for ever, because a dropped scope would end in the next
-session."""
+"""Scopes that were beginning while their session ended. They are kept for ever, because torch ends a scope
+when it is garbage-collected, perhaps in the next session."""
 _watching = threading.Lock()
 _watched = False
 
 
 class Mark(AbstractContextManager[None]):
-    """A scope of `_RecordFunctionFast`, a class in C: stepscope's ranges, and those of compiled code."""
+    """Wrapper of a `_RecordFunctionFast`, a class in C, which stepscope's ranges and compiled code use."""
 
     __slots__ = ("_scope",)
 
@@ -65,8 +65,8 @@ class Mark(AbstractContextManager[None]):
 def watch() -> None:
     """Make every torch.profiler session of this process end its open scopes before it stops.
 
-    If a session was dropped without a stop, its scopes end before the next session begins. Costs about 0.5 us
-    of a scope's 15. Imports torch.
+    Scopes of a session that was dropped without a stop end before the next session begins. This adds about
+    0.5 us to a scope's 15 us. Imports torch.
     """
     global _watched
     with _watching:
@@ -77,17 +77,17 @@ def watch() -> None:
 
 
 def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -> Callable[P, T]:
-    """Return a `begin` whose operators no session records.
+    """Return a wrapper of `begin` whose operators are not recorded by any session.
 
-    For a function that begins an asynchronous gloo operation: its scope ends when the operation is waited for
-    or dropped, perhaps in a later session. Imports torch.
+    `begin` begins an asynchronous gloo operation. Its scope would end when the program waits for the
+    operation or drops it, perhaps in a later session. Imports torch.
 
     Args:
-        when: Called with the arguments of each call. The call is unrecorded if it returns True. None leaves
-            every call unrecorded.
+        when: Called with the arguments of each call; returns True if the call must not be recorded. By
+            default, no call is recorded.
 
     Returns:
-        `begin` itself if it is unrecorded already.
+        The wrapper, or `begin` itself if it is such a wrapper.
     """
     from torch.autograd import _enable_record_function, profiler  # type: ignore[attr-defined]  # not typed
 
@@ -109,12 +109,12 @@ def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -
 
 
 def is_unrecorded(begin: Callable[..., object]) -> bool:
-    """Return whether `unrecorded` made this function."""
+    """Return whether `begin` is a wrapper made by `unrecorded`."""
     return hasattr(begin, _UNRECORDED)
 
 
 def forget() -> None:
-    """Drop the scopes in the child of a fork: they belong to the parent."""
+    """Drop all scopes in a forked child, because they belong to the parent."""
     _open.clear()
 
 
@@ -125,7 +125,7 @@ def _watch_scopes() -> None:
 
     enter, leave = record_function.__enter__, record_function.__exit__
 
-    @wraps(enter)  # TorchScript compiles both methods from the source of the wrapped ones
+    @wraps(enter)  # with `wraps`, TorchScript compiles the original methods
     def entered(self: record_function) -> record_function:
         ended = _ended
         enter(self)  # type: ignore[no-untyped-call]  # torch
@@ -139,7 +139,7 @@ def _watch_scopes() -> None:
     @wraps(leave)
     def left(self: record_function, *raised: object) -> None:
         if vars(self).pop(_NOTED, False) and _open.pop(id(self), None) is None:
-            return  # its session ended it, or is ending it now
+            return  # `_end_all` has ended the scope, or is ending it now
         leave(self, *raised)
 
     record_function.__enter__ = entered  # type: ignore[method-assign]
@@ -153,11 +153,13 @@ def _watch_scopes() -> None:
         scope: AbstractContextManager[object] = fast(*args, **kwargs)
         return Mark(scope) if profiler._is_profiler_enabled else scope
 
-    setattr(_profiler, "_RecordFunctionFast", noted)  # noqa: B010  # a class, to mypy
+    setattr(_profiler, "_RecordFunctionFast", noted)  # noqa: B010  # mypy: `_RecordFunctionFast` is a class
 
 
 def _watch_sessions() -> None:
-    """Patch the last Python functions before C++, because scopes may still open until these run."""
+    """Patch the innermost Python functions that start and stop a session, because scopes may open until they
+    run.
+    """
     from torch.autograd import profiler
 
     for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
@@ -178,10 +180,10 @@ def _end_all() -> None:
     _ended += 1
     while _open:
         try:
-            _, end = _open.popitem()  # the innermost first
+            _, end = _open.popitem()  # innermost scope first
         except KeyError:
-            return  # it ended on its own thread
+            return  # another thread ended the last scope
         try:
             end()
-        except ours():  # an active dispatch mode may raise, and the session has to stop
+        except ours():  # an active dispatch mode may raise; the session must stop anyway
             pass

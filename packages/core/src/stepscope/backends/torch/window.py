@@ -1,8 +1,7 @@
-"""One window of torch.profiler, from its options for the installed torch to the results that wait to be
-written.
+"""One window of torch.profiler: its options for the installed torch, its start, its stop and its recordings.
 
-`begin`, `advance` and `end` run on the window's thread (`window_thread`), one at a time, so this module needs
-no lock.
+`begin`, `advance` and `end` run on the window's thread (`window_thread`), one at a time, so no lock is
+needed.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ if TYPE_CHECKING:
 
 _COMPILER = "_inductor"
 _SWITCH = "TORCHINDUCTOR_CUDAGRAPHS"
-"""Environment variable that sets the switch of the compiler."""
+"""Environment variable that sets the compiler switch that torch reads in `prepare_trace`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A resolved configuration."""
+    """The configuration, resolved for the installed torch."""
 
     make_profile: Callable[[str], Profile]
-    """Returns a profile with the given trace id, not started."""
+    """Makes a profile with the given trace id, without starting it."""
     marker: Callable[[str], AbstractContextManager[None]]
-    """Returns a range of the given name: 1 us, or 5 us with a torch that has no fast range."""
+    """Makes a range with the given name, in 1 us, or 5 us if torch has no fast range."""
     ignored: dict[str, str]
     recorded: dict[str, str | int | float | bool | None]
     versions: dict[str, str]
 
 
 def resolve(config: TorchConfig, *, all_threads: bool) -> Options:
-    """Resolve a configuration.
+    """Resolve `config` for the installed torch.
 
     Raises:
         BackendError: torch is not installed, or too old, or records none of the activities on this machine.
@@ -104,7 +103,7 @@ def _marker() -> Callable[[str], AbstractContextManager[None]]:
 
     if not hasattr(_profiler, "_RecordFunctionFast"):
         return record_function
-    return lambda name: _profiler._RecordFunctionFast(name)  # looked up late: the first window patches it
+    return lambda name: _profiler._RecordFunctionFast(name)  # the first window patches it
 
 
 def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[str, str]]:
@@ -112,16 +111,16 @@ def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[
     import torch
 
     kinds = torch.profiler.ProfilerActivity
-    if kinds.__members__["CPU"] != kinds.CPU:  # the import of SGLang replaces it by torch_npu's
+    if kinds.__members__["CPU"] != kinds.CPU:  # SGLang replaces it with torch_npu's activity
         raise BackendError(
             "other code has replaced torch.profiler.ProfilerActivity.CPU (SGLang does so on NPUs), and torch "
             "does not know the new value. Fix: tool: npu"
         )
     supported: set[ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch
-    # By the names of torch: torch_npu renames its own activity.
+    # `__members__` has torch's names, while `name` of a kind may be renamed by torch_npu.
     here = {name.lower(): kind for name, kind in kinds.__members__.items() if kind in supported}
     if not torch.cuda.is_available():
-        here.pop("cuda", None)  # a CUDA build lists it on a machine without a GPU too
+        here.pop("cuda", None)  # a CUDA build lists `cuda` also without a GPU
     asked = dict.fromkeys(config.activities)
     known = ", ".join(sorted(here))
     ignored = {
@@ -138,23 +137,24 @@ def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[
 
 
 def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
-    """Return the switches of torch that are outside of its stable interface."""
+    """Return the experimental options of torch.profiler to switch on."""
     import torch
     from torch._C._profiler import _ExperimentalConfig
 
-    known = _ExperimentalConfig.__init__.__doc__ or ""  # pybind puts the signature in the first line
+    known = _ExperimentalConfig.__init__.__doc__ or ""  # pybind writes the signature into the docstring
     if all_threads and "profile_all_threads" not in known:
         raise BackendError(
             f"torch {torch.__version__} cannot record all threads, which a capture outside of the main "
             "thread needs. Fix: torch >= 2.7, or start the capture on the main thread"
         )
-    # trace_only makes no Python objects for events, since no code here reads them: stop() takes 0.65 as long.
+    # With trace_only, torch makes no Python objects for events, which stepscope does not need: stop() takes
+    # 0.65 as long.
     wanted = {"profile_all_threads": all_threads, "trace_only": not with_stack}
     return {name: True for name, want in wanted.items() if want and name in known}
 
 
 class _WithoutCompiler:
-    """Replacement for the module `torch` that makes code believe that there is no compiler."""
+    """Replacement for the module `torch` that appears to have no compiler."""
 
     def __getattr__(self, name: str) -> object:
         if name == _COMPILER:
@@ -163,10 +163,10 @@ class _WithoutCompiler:
 
 
 def prepare_trace(profile: Profile) -> None:
-    """Prepare a profile, without an import of the compiler.
+    """Call `prepare_trace` of a profile without importing the compiler.
 
-    `prepare_trace` of torch 2.13 asks `hasattr(torch, "_inductor")`, which imports the compiler: 2 s of CPU
-    in each process. It reads one switch there, which is off in a process that has not imported the compiler.
+    torch 2.13 evaluates `hasattr(torch, "_inductor")` there, which imports the compiler (2 s of CPU in each
+    process) to read one switch. The switch is off if the compiler was not imported before.
     """
     method = type(profile).prepare_trace
     if f"torch.{_COMPILER}" in sys.modules or _SWITCH in os.environ or not isinstance(method, FunctionType):
@@ -177,20 +177,22 @@ def prepare_trace(profile: Profile) -> None:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: glibc keeps most of it, 1.5 GB after a trace of 400k events."""
+    """Return freed memory to the system, because glibc would keep most of it: 1.5 GB after a trace of 400k
+    events.
+    """
     trim = getattr(_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def leave_without_destructors() -> None:
-    """Make exit() end the process, with its status, without running the destructors registered so far.
+    """Make exit() end the process with its status, but without the destructors that are registered so far.
 
-    Python has finalised and flushed its output by then.
+    exit() runs after Python has finalised and flushed its output.
     """
     library = _library()
     if hasattr(library, "on_exit"):
-        library.on_exit(library._exit, None)  # gets exit()'s status; the last one registered runs first
+        library.on_exit(library._exit, None)  # called with exit()'s status, before older ones
 
 
 @cache
@@ -199,19 +201,20 @@ def _library() -> ctypes.CDLL:
 
 
 kineto_has_started = False
-"""True once this process has paid the seconds of the first start. One writer: this module."""
+"""True once the slow first start of Kineto has happened in this process. One writer: this module."""
 _OPERATORS_END_S = 0.1
-"""Pause from the stop of a session of all threads to the next start. A tenth of it precedes the stop."""
+"""Pause between the stop of a session of all threads and the next start. A tenth of this pause is also made
+before the stop."""
 _all_threads_stopped = 0.0
 """Monotonic time of the last stop of a session of all threads. One writer: this module."""
 _INTERRUPTED = "interrupted while it was being stopped"
 _parents: list[object] = []
-"""The parent's profile, kept in a forked child: its destruction would touch the session."""
+"""Profiles of the parent, kept alive in a forked child, because their destruction would touch the session."""
 
 
 @dataclass
 class Recorded:
-    """The recording of one active phase."""
+    """A recording of one active phase."""
 
     profile: Profile | None
     """The profile, or None after it was written or discarded."""
@@ -219,13 +222,13 @@ class Recorded:
     truncated: str | None
 
     def drop(self) -> None:
-        """Free the profile. The destruction of 200k events takes about 0.1 s."""
+        """Free the profile, which takes about 0.1 s for 200k events."""
         self.profile = None
         give_memory_back()
 
 
 class TorchWindow(ScheduledWindow[Recorded]):
-    """A window of torch.profiler. `about` goes into its trace, under the key `stepscope`."""
+    """A window of torch.profiler. Its trace contains `about` under the key `stepscope`."""
 
     current: ClassVar[TorchWindow | None] = None
 
@@ -242,7 +245,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
         super().__init__(name, thread, schedule=schedule, key="torch.schedule", about=about)
         self.options = options
         self.only_thread = None if thread.all_threads else threading.main_thread().ident
-        """The one thread that is recorded, or None for all threads."""
+        """Id of the only recorded thread, or None for all threads."""
         self._trace_id = trace_id
         self._profile: Profile | None = None
         self._backward_call: str | None = None
@@ -254,10 +257,10 @@ class TorchWindow(ScheduledWindow[Recorded]):
         return self.only_thread is None or self.only_thread == threading.get_ident()
 
     def advance_in_backward(self) -> None:
-        """Count a mini-batch that ends inside of a backward pass. May be called from any thread.
+        """Count a mini-batch that ends within a backward pass. May be called from any thread.
 
-        No session can stop there (docs/torch-traps.md), so the next call outside of the backward pass
-        advances the schedule.
+        A session cannot stop in a backward pass (docs/torch-traps.md), so the next `advance` outside of it
+        changes the phase.
         """
         self._mini_batch += 1
         self._backward_call = (
@@ -266,7 +269,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
         )
 
     def end(self, truncated: str | None = None) -> None:
-        """End recording for good and keep the recording so far. After a Ctrl-C, a second call continues."""
+        """End the window and keep the recording so far. After a Ctrl-C, a second call continues."""
         try:
             if self.phase == "active":
                 self._record(truncated or self._backward_call or self._cut_short())
@@ -331,7 +334,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
         return profile
 
     def _record(self, truncated: str | None) -> None:
-        """Stop the profile and keep its recording. After a Ctrl-C the profile is still active, and a second
+        """Stop the profile and keep its recording. After a Ctrl-C, the profile is still active and a second
         call stops it.
         """
         profile = self._profile
@@ -344,7 +347,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
                 )
                 self._lost = None
             elif self._lost == _INTERRUPTED:
-                foreign_sessions.clear_flag()  # the interrupt came before torch cleared it
+                foreign_sessions.clear_flag()  # the interrupt came before torch cleared the flag
             else:
                 self._lost = "its torch.profiler session was ended from outside stepscope"
         except ours() as error:
@@ -354,17 +357,17 @@ class TorchWindow(ScheduledWindow[Recorded]):
     def _cancel_warmup(self) -> None:
         try:
             if self._profile is not None:
-                self._start(self._profile)  # torch leaves a warm-up in no other way
+                self._start(self._profile)  # torch can end a warm-up only through a start
         finally:
             self._abandon()
 
     def _abandon(self, interrupted: bool = False) -> None:
-        """Drop the profile, whether its start succeeded, failed, or was interrupted by a Ctrl-C."""
+        """Drop the profile after its start has succeeded, failed, or was interrupted by a Ctrl-C."""
         self.phase = "off"
         profile, self._profile = self._profile, None
         runs = interrupted and foreign_sessions.running(
             self.only_thread is not None
-        )  # torch has not noted it
+        )  # an interrupted start may run although `_started` is False
         if profile is not None and (runs or _started(profile)):
             self._stop(profile)
         else:
@@ -372,7 +375,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
 
 
 def forget() -> TorchWindow | None:
-    """Drop the parent's window in the child of a fork, and return it if there is one."""
+    """Drop the parent's window in a forked child, and return it if there is one."""
     window, TorchWindow.current = TorchWindow.current, None
     if window is not None:
         _parents.append(window._profile)
@@ -383,7 +386,7 @@ def forget() -> TorchWindow | None:
 
 
 def _started(profile: Profile) -> bool:
-    """Return whether torch has enabled the profile. If a start fails after that, the session must be
+    """Return whether torch has enabled the profile. If the start fails after this point, the session must be
     stopped.
     """
     session = profile.profiler
@@ -391,10 +394,10 @@ def _started(profile: Profile) -> bool:
 
 
 def _stop_all_threads(profile: Profile) -> str | None:
-    """Stop a session of all threads, with a pause before and after, because operators run on other threads.
+    """Stop a session of all threads, with pauses for operators that run on other threads.
 
-    An operator that begins while torch ends the session, or ends in the next session, writes into freed
-    memory (docs/torch-traps.md).
+    An operator writes into freed memory if it begins while torch ends the session, or ends in the next
+    session (docs/torch-traps.md).
     """
     global _all_threads_stopped
     from torch.profiler import ProfilerActivity
@@ -402,7 +405,7 @@ def _stop_all_threads(profile: Profile) -> str | None:
     try:
         profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
         time.sleep(_OPERATORS_END_S / 10)
-    except ours():  # a torch may lack it or refuse; the session stops all the same
+    except ours():  # some versions of torch lack or refuse this call; the session is stopped anyway
         pass
     try:
         return _stop(profile)
@@ -418,7 +421,7 @@ def _stop(profile: Profile) -> str | None:
         session = profile.profiler
         if session is None or session.kineto_results is not None:
             raise
-        # torch synchronises the device before it stops, and a broken device raises there each time. A
+        # torch synchronises the device before it stops, which always raises if the device is broken. A
         # profiler that is left running would crash the process at exit.
         session.use_device = None
         profile.stop_trace()
