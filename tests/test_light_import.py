@@ -138,6 +138,20 @@ print(publish.main(sys.argv[1], "2", "run1", ""))
     assert list((tmp_path / "run" / "step_000002").glob("scalars_*.json"))
 
 
+def test_a_report_on_traces_loads_neither_pydantic_nor_openssl(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text('[{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2}]')
+    program = f"""
+from contextlib import redirect_stdout
+from io import StringIO
+from stepscope_report.cli import run
+with redirect_stdout(StringIO()) as output:
+    run(["report", {str(trace)!r}, "--jobs", "1"])
+assert "aten::mm" in output.getvalue()
+"""
+    assert not loaded_by(program) & {"pydantic", "_hashlib"}
+
+
 def test_only_the_command_and_what_it_prints_import_what_it_prints_with() -> None:
     extra = {"typer", "rich"}
     importers = {entry.module for entry in imports(REPORT) if entry.target.partition(".")[0] in extra}

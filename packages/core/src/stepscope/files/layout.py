@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from hashlib import blake2b
 from pathlib import Path
 
 from stepscope.files.sidecar import ProcessInfo
@@ -155,6 +154,8 @@ class StepLayout:
         """Return the path of one of `digests`. The length of its name does not depend on the traces'
         names.
         """
+        from hashlib import blake2b  # here: OpenSSL takes 4 MB, and plain traces need none
+
         key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         return self.digests / f"{key}.digest"
 

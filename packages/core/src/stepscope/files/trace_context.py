@@ -7,7 +7,6 @@ the span runs, and a writer, which sends the step later, compute the same ids.
 from __future__ import annotations
 
 import re
-from hashlib import sha256
 from typing import NamedTuple
 
 
@@ -35,6 +34,8 @@ def parse_traceparent(header: object) -> TraceContext | None:
 
 def trace_id_of(run_id: str, step: int) -> str:
     """Return the trace id of a step."""
+    from hashlib import sha256  # here: OpenSSL takes 4 MB, and a report on plain traces needs none
+
     return sha256(f"{run_id}/{step}/trace".encode()).hexdigest()[:32]
 
 
@@ -42,6 +43,8 @@ class SpanIds:
     """Ids of the spans of one process in one captured step."""
 
     def __init__(self, run_id: str, step: int, process: str) -> None:
+        from hashlib import sha256  # the same
+
         self.trace_id = trace_id_of(run_id, step)
         self._process = sha256(f"{run_id}/{step}/{process}/".encode())
 

@@ -16,7 +16,7 @@ from stepscope.config import unknown_variables
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope_report.cli import screen
 from stepscope_report.cli.analyse import analyse
-from stepscope_report.cli.command import CONTEXT, Command, CommandError, Exit
+from stepscope_report.cli.command import CONTEXT, Command, CommandError, Exit, Group
 from stepscope_report.cli.demo import demo
 from stepscope_report.cli.diff import diff
 from stepscope_report.cli.doctor import doctor
@@ -34,6 +34,7 @@ from stepscope_report.cli.why import why
 
 app = typer.Typer(
     name="stepscope",
+    cls=Group,
     help="See where every step of an RL post-training run goes.",
     epilog="Exit codes: 0 success; 1 an error; 2 the command line or the configuration is wrong; "
     "3 it worked, and something that should be there is missing, broken or left out.",

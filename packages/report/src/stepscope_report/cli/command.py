@@ -84,7 +84,46 @@ def _shared(
 _SHARED = [option for option in typer.main.get_command(_options).params if option.name != "help"]
 
 
-class Command(TyperCommand):
+_AS_IT_IS: dict[object, Callable[[Any], Any]] = {
+    str: str,
+    Path: Path,
+    list[str]: list,
+    list[Path]: lambda values: list(map(Path, values)),
+}
+
+
+class _Values:
+    """Conversion of the values of one parameter. Newer typer loads pydantic (9 MB, 0.2 s) to convert any
+    value; here only those that may be wrong are left to it.
+    """
+
+    def __init__(self, param: Any, of_typer: Callable[[Any], Any]) -> None:
+        self._param, self._of_typer = param, of_typer
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        if kind in _AS_IT_IS:
+            return _AS_IT_IS[kind](value)
+        if kind is int and str(value).isdecimal() and info.max is None and int(value) >= (info.min or 0):
+            return int(value)
+        return self._of_typer(self._param).coerce(value, param=param, ctx=ctx)
+
+
+class _Lean:
+    """A command or a group whose parameters need no pydantic."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of a command of typer
+        for param in params:
+            of_typer = getattr(type(param), "get_runtime_param", None)
+            if of_typer is not None:
+                param.get_runtime_param = functools.partial(_Values, param, of_typer)
+        return params
+
+
+class Command(_Lean, TyperCommand):
     """A command with the options `--quiet` and `--verbose`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -92,7 +131,11 @@ class Command(TyperCommand):
         self.params += _SHARED
 
 
-class GroupWithDefault(TyperGroup):
+class Group(_Lean, TyperGroup):
+    """A group of commands."""
+
+
+class GroupWithDefault(Group):
     """A group of commands that runs its first one if the command line names none: `trigger RUN` is `trigger
     ask RUN`.
     """

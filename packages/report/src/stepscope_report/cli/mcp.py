@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from stepscope import request_capture
+import stepscope
 from stepscope.errors import CaptureError, RecordError, StepscopeError
 from stepscope.files import switch
 from stepscope.files.layout import RunLayout
@@ -216,7 +216,7 @@ class Tools:
         """
         if switch.DISABLED:
             raise CaptureError(f"{switch.VARIABLE} is set, so nothing is asked for. Fix: unset it")
-        request = request_capture(steps, ranks=ranks, last=last, save_path=self._path(run))
+        request = stepscope.request_capture(steps, ranks=ranks, last=last, save_path=self._path(run))
         return f"Asked: request {request}. `stepscope trigger list {self._path(run)}` shows the answers."
 
     def _runs(self) -> Iterator[Path]:

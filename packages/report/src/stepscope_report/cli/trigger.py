@@ -13,7 +13,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from stepscope import request_capture
+import stepscope
 from stepscope.errors import CaptureError
 from stepscope.files import switch
 from stepscope.files.layout import RunLayout
@@ -95,7 +95,7 @@ def ask(
     if switch.DISABLED:
         raise CommandError(f"{switch.VARIABLE} is set here, so nothing is asked for. Fix: unset it")
     make = partial(
-        request_capture,
+        stepscope.request_capture,  # the recorder is loaded here: 3 MB
         steps,
         roles=roles,
         ranks=ranks,

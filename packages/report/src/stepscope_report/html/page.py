@@ -5,7 +5,6 @@ page loads nothing.
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -76,6 +75,8 @@ def page(title: str, *body: Html, groups: Mapping[str, str] | None = None) -> st
         groups: Links at the top of the page: anchor of a section by name of the link. None for a link to
             each section.
     """
+    import hashlib  # here: OpenSSL takes 4 MB, and a report without a page needs none
+
     script, content = _resource("page.js"), "".join(body)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
