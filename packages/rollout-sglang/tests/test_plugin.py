@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from stepscope.backends.torch import record_function_scopes
+from stepscope.engines import pass_socket
 from stepscope_sglang._engine_side import plugin
 from stepscope_sglang._engine_side.states import SENDS_QUIET
 
@@ -34,6 +35,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
     monkeypatch.setattr(record_function_scopes, "watch", lambda: None)
     monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # taken back
     monkeypatch.setattr(plugin, "_quiet", False)
+    monkeypatch.setattr(pass_socket, "listen", lambda answers: None)  # its thread would outlive the test
     plugin.load()
     return hooks_set
 

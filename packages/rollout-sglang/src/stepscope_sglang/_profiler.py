@@ -16,10 +16,13 @@ from stepscope.engines import (
     EngineCapture,
     EngineFactory,
     EngineProfiler,
+    pass_socket,
     patience_s,
 )
 from stepscope.engines.metrics import UNFINISHED, EngineMetrics
 from stepscope.engines.own_thread import users_loop
+from stepscope.engines.passes import unpacked_copy
+from stepscope.files.passes import PassFile
 from stepscope_sglang._capture.replica import ReplicaProfiler
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
 from stepscope_sglang._driving.target import EngineFacts, Target, counters_here
@@ -60,6 +63,14 @@ class SglangProfiler(ReplicaProfiler):
             return {**(counters_here() if facts.metrics else {}), **unfinished}
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=True).sources()
+
+    def keep_passes(self, memory_mb: int) -> bool:
+        pass_socket.ask_all(self._target.pids(), pass_socket.KEEP, memory_mb)
+        return True
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        contents = pass_socket.ask_all(self._target.pids(), pass_socket.KEPT, start_ns) or ()
+        return [unpacked_copy(content).file() for content in contents if content is not None]
 
     @contextmanager
     def _waited_for(self, capture: EngineCapture) -> Iterator[None]:

@@ -9,9 +9,12 @@ from functools import partial
 import msgspec
 
 from stepscope.backends.counters import CounterSource
+from stepscope.engines import pass_socket
 from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.engines.metrics import EngineMetrics
+from stepscope.engines.passes import unpacked_copy
 from stepscope.errors import EngineError
+from stepscope.files.passes import PassFile
 from stepscope_sglang import _versions
 from stepscope_sglang._capture.replica import ReplicaProfiler
 from stepscope_sglang._driving.target import (
@@ -178,6 +181,13 @@ class SglangServer(ReplicaProfiler):
             for server, name in engines
             for source in EngineMetrics(partial(counters_of, server), name, blocks=True).sources()
         ]
+
+    def keep_passes(self, memory_mb: int) -> bool:
+        return pass_socket.keep_behind([server.url for server in self._servers], memory_mb)
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        contents = pass_socket.kept_behind([server.url for server in self._servers], start_ns)
+        return [unpacked_copy(content).file() for content in contents]
 
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
         if len(self._engines) == 1:

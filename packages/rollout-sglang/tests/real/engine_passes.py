@@ -6,6 +6,7 @@ Run by `test_engines.py`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +20,13 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from tiny_sglang import on_its_loop
 
 from stepscope import ProfileConfig, capture, trajectory, turn
+from stepscope.engines.passes import between
+from stepscope.files.passes import PassFile
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.requests import step_requests
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.step.passes import RequestKey, linked_requests
-from stepscope_sglang import record_request
+from stepscope_sglang import SglangProfiler, record_request
 
 REQUESTS = 24
 IS_VERSIONED = hasattr(TokenizerManager, "update_weight_version")
@@ -83,6 +86,41 @@ def test_passes_are_noted_without_a_profile_and_none_is_left_armed(engine: Any, 
     assert not list(tmp_path.rglob("*trace.json*"))
     on_its_loop(engine, step(3, config_of(tmp_path)))
     assert list(tmp_path.rglob("*trace.json*"))
+
+
+def test_the_latest_passes_are_kept_between_captures_and_read_while_it_generates(
+    engine: Any, tmp_path: Path
+) -> None:
+    """A capture takes the passes of its step, and the flight recorder keeps those after it."""
+    profiler, answers, while_it_ran = SglangProfiler(engine, replica=0), dict[str, Any](), list[PassFile]()
+
+    async def generate(*numbers: int) -> list[dict[str, Any]]:
+        await asyncio.gather(*(play(engine, number, answers) for number in numbers))
+        return [answers[f"task-{number}"]["meta_info"] for number in numbers]
+
+    async def step() -> list[dict[str, Any]]:
+        began_ns = time.time_ns()
+        assert profiler.keep_passes(8)
+        told = await generate(0, 1, 2, 3)
+        async with capture(1, engines=engine, config=config_of(tmp_path, profiler="passes")):
+            await generate(4, 5)
+        running = asyncio.create_task(generate(*range(6, 22)))
+        while not running.done():
+            while_it_ran.extend(await asyncio.to_thread(profiler.kept_passes, began_ns))
+        return told + await running
+
+    began_ns = time.time_ns()
+    told = on_its_loop(engine, step())
+    (file,) = profiler.kept_passes(began_ns)
+    assert sum(file.served.output) == sum(one["completion_tokens"] for one in told)
+    assert sum(file.served.tokens) == sum(one["prompt_tokens"] + one["completion_tokens"] - 1 for one in told)
+    counts = [len(read.passes.number) for read in while_it_ran]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    later = time.time_ns()
+    on_its_loop(engine, generate(0))
+    (last,) = (between(file, later, time.time_ns()) for file in profiler.kept_passes(later))
+    assert sum(last.served.output) == answers["task-0"]["meta_info"]["completion_tokens"]
 
 
 def test_weights_without_a_version_have_the_number_of_their_update(engine: Any, tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ async def test_a_server_says_what_it_is(server: str) -> None:
 def test_the_counters_of_a_server_are_what_its_client_counts(server: str, tmp_path: Path) -> None:
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"rollout": {"ranks": "all"}})
     with capture(1, engines=[SglangServer(server)], config=config) as cap:
-        time.sleep(1.5)  # it is asked once a second
+        time.sleep(4)  # it is asked once a second, and later while the machine is busy
         for _ in range(3):
             post(server, 4)
-        time.sleep(2.5)
+        time.sleep(4)
     assert cap.result.path is not None
     timeline = load_step(cap.result.path)
     (passes,) = timeline.passes
@@ -75,6 +75,16 @@ def test_the_counters_of_a_server_are_what_its_client_counts(server: str, tmp_pa
     assert rows["finished requests"].increase == 3
     assert rows["prompt tokens"].increase == 9
     assert rows["generation tokens"].increase == 12
+
+
+def test_a_server_of_this_host_keeps_its_passes_for_the_flight_recorder(server: str) -> None:
+    profiler = SglangServer(server)
+    assert profiler.keep_passes(8)
+    began_ns = time.time_ns()
+    for tokens in (4, 5):
+        post(server, tokens)
+    (file,) = profiler.kept_passes(began_ns)
+    assert (len(file.requests.id), sum(file.served.output)) == (2, 9)
 
 
 def test_the_passes_of_a_server_are_noted_without_its_profiler(server: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.backends.counters import CounterSource
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, pass_socket
 from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.engines.metrics import EngineMetrics
@@ -25,7 +25,7 @@ from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import target
 from stepscope_vllm._driving.target import Started
 from stepscope_vllm._engine_side import plugin
-from stepscope_vllm._engine_side.passes import ALONE
+from stepscope_vllm._engine_side.passes import ALONE, file_of
 from stepscope_vllm._files import engine_folder
 from stepscope_vllm._files.traces import Layout
 from stepscope_vllm._versions import Dialect
@@ -242,6 +242,12 @@ class VllmServer(ReplicaProfiler):
     def counters(self) -> Sequence[CounterSource]:
         of = f"replica {self.replica or 0}"
         return EngineMetrics(lambda: counters_of(self._server), of, blocks=True).sources()
+
+    def keep_passes(self, memory_mb: int) -> bool:
+        return pass_socket.keep_behind([self._server.url], memory_mb)
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        return [file_of(content) for content in pass_socket.kept_behind([self._server.url], start_ns)]
 
     def check(self) -> None:
         self._refuse_a_router()

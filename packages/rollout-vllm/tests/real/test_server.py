@@ -107,6 +107,18 @@ def test_the_passes_of_a_server_are_noted_without_its_profiler(
     assert list((run_folder / "step_000932").rglob("*.pt.trace.json.gz"))
 
 
+def test_a_server_of_this_host_keeps_its_passes_for_the_flight_recorder(served: Served) -> None:
+    server = VllmServer(served.url, served.folder)
+    assert server.keep_passes(8)
+    began_ns = time.time_ns()
+    for tokens in (4, 5):
+        served.complete(tokens)
+    (file,) = server.kept_passes(began_ns)
+    assert (len(file.requests.id), sum(file.served.output)) == (2, 9)
+    assert file.requests.caller_id[0] != file.requests.caller_id[1]
+    assert str(file.requests.caller_id[0]).startswith("cmpl-")
+
+
 def test_the_counters_of_a_server_are_what_its_client_counts(served: Served, config: ProfileConfig) -> None:
     with capture(920, engines=[VllmServer(served.url, served.folder)], config=config) as cap:
         for _ in range(3):

@@ -18,8 +18,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from stepscope.engines import pass_socket
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._driving.target import EngineDiedError, EngineFacts, facts_of, refusal
@@ -34,6 +35,8 @@ _MOMENT_S = 0.05
 _SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
 _settings: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
 """Cache of `settings_of`, its only writer."""
+_managers: WeakSet[object] = WeakSet()
+"""The TokenizerManagers of this process that were met. One writer: `InProcessTarget`."""
 
 
 class TokenizerManager(Protocol):
@@ -61,6 +64,7 @@ class InProcessTarget:
         self.manager: TokenizerManager = cast(TokenizerManager, engine) if manager is None else manager
         self.engine: object = self.manager
         self._engine = None if manager is None else engine
+        _managers.add(self.manager)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
         self.waited_until = 0.0
@@ -120,6 +124,13 @@ class InProcessTarget:
         ask = getattr(self.manager, "get_internal_state", None)
         answer = None if ask is None else self._call(ask, patience_s)
         return answer if isinstance(answer, list) else ()
+
+    def pids(self) -> list[int]:
+        """Return the engine's processes; none if they are not known from those of another engine here."""
+        tell = getattr(self._engine, "get_all_child_pids", None)  # absent before 0.5.12
+        if tell is not None:
+            return pass_socket.below(tell())
+        return pass_socket.below([os.getpid()]) if len(_managers) == 1 else []
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
         """Call `then` as soon as the owning loop runs.

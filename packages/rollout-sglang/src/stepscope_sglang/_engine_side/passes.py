@@ -1,8 +1,8 @@
-"""Notes of forward passes in SGLang's schedulers, from the start of a profile until its capture ends.
+"""Notes of forward passes in SGLang's schedulers: of a capture, or the latest ones for the flight recorder.
 
 A capture asks for them with a file in its folder (`ASK`), because a profile's request has no room for it. The
 notes go on when the profile has reached its count. They end at the first question for the scheduler's state
-after a file `END` came.
+after a file `END` came. The flight recorder asks over a socket (`stepscope.engines.pass_socket`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepscope.engines import passes
-from stepscope.engines.passes import PassLog
+from stepscope.engines.passes import PassLog, PassRing
 from stepscope.files.passes import PassKind
 
 ASK, END = ".stepscope-passes", ".stepscope-passes-end"
@@ -29,7 +31,11 @@ ALONE = ".stepscope-passes-alone"
 """File in the folder of a capture for which no profile shall begin."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _notes: Notes | None = None
-"""The notes of this process' scheduler, or None. Writers: `begin` and `end`."""
+"""The notes of this process' scheduler, or None. Writers: `_note` and `_leave`."""
+_ring: PassRing | None = None
+"""The passes that are kept for the flight recorder, or None if it has not asked. One writer: `keep`."""
+_lock = threading.Lock()
+"""Held while the notes begin and end: `keep` runs on another thread than the scheduler's."""
 
 
 class _Weights:
@@ -72,30 +78,73 @@ def begin(scheduler: Any, folder: Path) -> None:
     """Note the passes of a scheduler for the capture of a folder, if the capture asks for it. Earlier notes
     are dropped, but for those of a capture whose waiting start a short recording replaces.
     """
-    global _notes
-    if _notes is not None and folder.name == f"{_notes.folder.name}{SCRAP}":
+    if _notes is not None and _notes.folder is not None and folder.name == f"{_notes.folder.name}{SCRAP}":
         return
-    if _notes is not None:
-        _notes.undo()
-        _notes = None
-    try:
-        most = int((folder / ASK).read_text())
-    except (OSError, ValueError):
-        return
-    if _is_first(scheduler):
-        _notes = Notes(scheduler, folder, most)
+    with _lock:
+        _leave()
+        with suppress(OSError, ValueError):  # it does not ask
+            most = int((folder / ASK).read_text())
+            if _is_first(scheduler):
+                _note(scheduler, PassLog(most), folder)
 
 
 def end() -> None:
-    """Write the notes if their capture has ended."""
-    global _notes
-    if _notes is None or not (_notes.folder / END).exists():
+    """Write the notes of a capture if it has ended."""
+    notes = _notes
+    if notes is None or notes.folder is None or not (notes.folder / END).exists():
         return
-    notes, _notes = _notes, None
-    notes.undo()
+    with _lock:
+        folder, log = notes.folder, notes.log
+        _leave()
     dp = _number(notes.scheduler, "dp_rank")
     stem = f"passes-dp{dp}-{socket.gethostname()}-pid{os.getpid()}"
-    passes.write(passes.encoded(notes.log.file(dp)), notes.folder, stem)
+    passes.write(passes.encoded(log.file(dp)), folder, stem)
+
+
+def _note(scheduler: Any, log: PassLog, folder: Path | None) -> None:
+    """Note passes in a log from now on. Called on the scheduler's thread."""
+    global _notes
+    _notes = _notes or Notes(scheduler, log)
+    _notes.log, _notes.folder = log, folder
+
+
+def _leave() -> None:
+    """End the notes of a capture, if there are any; the flight recorder's go on."""
+    global _notes
+    if _notes is not None and _ring is not None:
+        _notes.log, _notes.folder = _ring, None
+    elif _notes is not None:
+        _notes.undo()
+        _notes = None
+
+
+def keep(scheduler: Any, memory_mb: int) -> None:
+    """Keep the latest passes of a scheduler from its next pass on, between captures. Idempotent."""
+    global _ring
+    with _lock:
+        if _ring is None:
+            _ring = PassRing(memory_mb)
+            if _notes is None:  # else they are a capture's, after which `_leave` turns to the ring
+                scheduler.run_batch = partial(_run_first, scheduler, _ring, scheduler.run_batch)
+
+
+def _run_first(scheduler: Any, ring: PassRing, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Run a pass, and begin the notes with it: on the scheduler's thread it is known which passes' results
+    are still to come.
+    """
+    with _lock, suppress(Exception):  # another version may keep it elsewhere
+        vars(scheduler).pop("run_batch", None)
+        if _notes is None and _is_first(scheduler):
+            _note(scheduler, ring, None)
+            run = scheduler.run_batch
+    return run(*args, **kw)
+
+
+def kept(scheduler: Any, start_ns: int) -> bytes | None:
+    """Return a copy of the kept passes since `start_ns` (unix ns), or None if none are kept."""
+    if _ring is None or not _is_first(scheduler):
+        return None
+    return _ring.copy(start_ns, _number(scheduler, "dp_rank")).packed()
 
 
 def are_alone(folder: Path) -> bool:
@@ -133,14 +182,16 @@ class _Launched(NamedTuple):
 
 
 class Notes:
-    """Notes of one capture. Everything runs on the scheduler's thread."""
+    """Notes of the passes. Everything runs on the scheduler's thread."""
 
-    def __init__(self, scheduler: Any, folder: Path, most: int) -> None:
-        self.scheduler, self.folder = scheduler, folder
-        self.log = PassLog(most)
+    def __init__(self, scheduler: Any, log: PassLog) -> None:
+        self.scheduler, self.log = scheduler, log
+        self.folder: Path | None = None
+        """Folder of the capture that the notes are for, or None between captures."""
         self._launched: deque[_Launched | None] = deque()
         self._retracted: list[str] = []
         self._ended_ns = 0
+        vars(scheduler).pop("run_batch", None)  # the one that waits for a pass to begin notes
         self._run, self._process = scheduler.run_batch, scheduler.process_batch_result
         self._enqueue = scheduler._add_request_to_queue
         # In an overlapped loop, results of passes from before are still to come.

@@ -19,13 +19,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from stepscope.engines import pass_socket
 from stepscope.files import switch
 from stepscope_sglang._engine_side import passes
 from stepscope_sglang._engine_side.states import (
@@ -107,6 +108,8 @@ def begin(scheduler: object, *_: object, **__: object) -> None:
         _time_profilers()
     with suppress(Exception):
         _count_updates()
+    keep, kept = partial(passes.keep, scheduler), partial(passes.kept, scheduler)
+    pass_socket.listen({pass_socket.KEEP: keep, pass_socket.KEPT: kept})
 
 
 def _hide_sends() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, pass_socket
 from stepscope.engines.actor_call import arrive
 from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError, RecordError
@@ -222,23 +222,19 @@ class InProcessTarget:
             return True
         if self.in_this_process:
             plugin.load()
-        return self._ask_now(passes.KEEP, memory_mb) is not None
+        return self._ask_now(pass_socket.KEEP, memory_mb) is not None
 
     def kept_passes(self, start_ns: int) -> list[PassFile]:
         """See `EngineProfilerBase`."""
-        contents = self._ask_now(passes.KEPT, start_ns)
+        contents = self._ask_now(pass_socket.KEPT, start_ns)
         return [passes.file_of(content) for content in contents or () if content is not None]
 
-    def _ask_now(self, method: str, number: int) -> list[Any] | None:
+    def _ask_now(self, question: str, number: int) -> list[Any] | None:
         """Return the answers of all cores; None if they cannot be asked now."""
-        answers = self.calls.ask_cores_now(method, number)
-        pids = () if answers is not None or self.calls.asynchronous else self.calls.pids_of_cores()
-        if not pids:
+        answers = self.calls.ask_cores_now(passes.ANSWERS[question], number)
+        if answers is not None or self.calls.asynchronous:
             return answers
-        try:
-            return [passes.ask(pid, method, number) for pid in pids]
-        except (ConnectionRefusedError, FileNotFoundError):  # none listens yet, or no plugin does
-            return None
+        return pass_socket.ask_all(self.calls.pids_of_cores(), question, number)
 
     async def _begin_passes(self, most: int) -> None:
         self._passes, self._noting = (), False

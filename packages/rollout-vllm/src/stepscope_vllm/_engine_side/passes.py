@@ -11,27 +11,24 @@ import functools
 import os
 import re
 import socket
-import struct
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from stepscope.engines import passes
+from stepscope.engines import pass_socket, passes
+from stepscope.engines.pass_socket import KEEP, KEPT
 from stepscope.engines.passes import PassCopy, PassLog, PassRing
 from stepscope.files.passes import PassFile, PassKind
 from stepscope_vllm._engine_side.extension import dp_of
 
 BEGIN, END = "stepscope_begin_passes", "stepscope_end_passes"
-KEEP, KEPT = "stepscope_keep_passes", "stepscope_kept_passes"
-"""Names of the methods of `EngineCore`."""
-ASK_S = 5.0
-"""Longest wait for an answer."""
+"""Names of methods of `EngineCore`."""
+ANSWERS = {question: f"stepscope_{question}_passes" for question in (KEEP, KEPT)}
+"""{question over a socket: name of the method of `EngineCore` that answers it}."""
 _NOTES = "_stepscope_passes"
 """Attribute of an engine core: its notes while a capture runs."""
 _MOST = 100_000
@@ -55,8 +52,8 @@ def install(module: Any) -> None:
         return
     setattr(core, BEGIN, begin)
     setattr(core, END, end)
-    setattr(core, KEEP, keep)
-    setattr(core, KEPT, kept)
+    setattr(core, ANSWERS[KEEP], keep)
+    setattr(core, ANSWERS[KEPT], kept)
     core.profile = _with_notes(core.profile)
     for name in ("EngineCoreProc", "DPEngineCoreProc"):
         of_a_process: Any = getattr(module, name, object)
@@ -120,71 +117,14 @@ def kept(core: Any, start_ns: int) -> bytes | None:
 
 
 def _listening(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `EngineCoreProc.run_busy_loop` that also answers `ask`, on a thread."""
+    """Return `EngineCoreProc.run_busy_loop` that also answers for the kept passes, on a thread."""
 
     @functools.wraps(run)
     def listening(self: Any, *args: Any, **kw: Any) -> Any:
-        with suppress(OSError, AttributeError):  # no Linux, or its sandbox has no sockets
-            server = socket.socket(socket.AF_UNIX)
-            server.bind(_address(os.getpid()))
-            server.listen()
-            threading.Thread(
-                target=_answer, args=(self, server), name="stepscope-passes", daemon=True
-            ).start()
+        pass_socket.listen({KEEP: partial(keep, self), KEPT: partial(kept, self)})
         return run(self, *args, **kw)
 
     return listening
-
-
-def _answer(core: Any, server: socket.socket) -> None:
-    while True:
-        asked, _ = server.accept()
-        with suppress(OSError), asked:  # the one who asked has gone
-            asked.settimeout(ASK_S)
-            if _peer(asked)[1] == os.getuid():
-                asked.sendall(_answer_to(core, asked.recv(256)))
-
-
-def _answer_to(core: Any, question: bytes) -> bytes:
-    """Return `none`, `some` and the content, or `fail` and the reason."""
-    try:
-        method, number = msgspec.msgpack.decode(question, type=tuple[str, int])
-        content = {KEEP: keep, KEPT: kept}[method](core, number)
-    except Exception as error:  # the asker reports it; the engine goes on
-        return f"fail{type(error).__name__}: {error}".encode()
-    return b"none" if content is None else b"some" + content
-
-
-def ask(pid: int, method: str, number: int) -> bytes | None:
-    """Call `keep` or `kept` of a core in another process of this host, while its client generates.
-
-    Raises:
-        OSError: the process does not listen (a vLLM without our plugin), or did not answer in `ASK_S`.
-    """
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(ASK_S)
-        asking.connect(_address(pid))
-        if _peer(asking) != (pid, os.getuid()):
-            raise ConnectionError(f"another process listens in the place of {pid}")
-        asking.sendall(msgspec.msgpack.encode((method, number)))
-        with asking.makefile("rb") as file:
-            answer = file.read()
-    if answer[:4] not in (b"none", b"some"):
-        reason = answer[4:].decode(errors="replace") or "it closed the connection"
-        raise ConnectionError(f"the engine core {pid} could not answer {method}: {reason}")
-    return None if answer[:4] == b"none" else answer[4:]
-
-
-def _address(pid: int) -> bytes:
-    """Return the name of a core's socket, which is in no folder."""
-    return b"\0stepscope-passes-%d" % pid
-
-
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the user's id of the other end."""
-    option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", option)
-    return pid, uid
 
 
 def _named(request: str) -> str:
