@@ -1,4 +1,4 @@
-"""Leaves out tests that need torch, Ray, numpy or a real engine where it is not installed, and says so."""
+"""Settings and fixtures of all tests. Files that import an absent package (torch, an engine) are left out."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# No test is timed: a busy machine is not a defect.
+# No example has a deadline: a busy machine is not a defect.
 hypothesis.settings.register_profile("stepscope", deadline=None)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000)  # on request: hours
 hypothesis.settings.load_profile("stepscope")
-# A shell starts what it puts in the background with SIGINT ignored, and children inherit that: tests send it.
+# A shell starts background commands with SIGINT ignored, and children inherit this. Tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Python's readline sets both for child processes, to which those of pytest-xdist belong. Commands heed them.
+# Python's readline sets COLUMNS and LINES in child processes, such as pytest-xdist's, and commands use them.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
-# torch's threads spin while they wait. Beside other tests two of them take six times the CPU of one.
+# torch's threads spin while they wait: beside other tests, two threads take six times the CPU of one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ENGINES = {
@@ -52,8 +52,8 @@ ENGINES = {
     "nbclient",
     "mcp",
 }
-"""And what else has an environment of its own for its tests."""
-OPTIONAL = {"torch", "ray", "numpy", "uvloop", "opencensus", *ENGINES}  # opencensus: of ray[default]
+"""Engines and other packages whose tests run in an environment of their own."""
+OPTIONAL = {"torch", "ray", "numpy", "uvloop", "opencensus", *ENGINES}  # opencensus belongs to ray[default]
 ABSENT = {name for name in OPTIONAL if find_spec(name) is None}
 
 
@@ -68,12 +68,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave slow tests out of a run that names no path. Processes of pytest-xdist get this option."""
+    """Turn on `--slow` if the command line names a path. Processes of pytest-xdist get this option too."""
     config.option.slow |= config.args_source is not pytest.Config.ArgsSource.TESTPATHS
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give tests on real engines more time: an engine takes minutes to start on two busy cores."""
+    """Give tests on real engines more time, since an engine takes minutes to start on two busy cores.
+
+    Without `--slow`, also leave out the tests marked `slow`.
+    """
     for item in items:
         if item.path.parent.name == "real" or item.path.name.startswith("two_"):
             item.add_marker(pytest.mark.timeout(1200))
@@ -83,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Hide all that is loaded by now from the collector: with torch in it, a collection takes 0.9 s."""
+    """Exclude all objects so far from garbage collection: with torch loaded, one collection takes 0.9 s."""
     gc.collect()
     gc.freeze()
 
@@ -116,7 +119,7 @@ PROCESS_STATE = {
     "stepscope._recording.spans.redaction": ("hook",),
     "stepscope._recording.spans.wrapping": ("declared_roles",),
 }
-"""Variables, by module, that each test finds as the tests before it did."""
+"""{module: variables that are restored after each test}."""
 
 
 LASTING = {
@@ -132,14 +135,14 @@ LASTING = {
     "stepscope-vllm",
     "stepscope-vllm-llm",
 }
-"""Threads that end with the process, or with an engine. All others end with what started them."""
+"""Threads that may outlive a test: they end with the process, or with an engine."""
 _ENDS_S = 5.0
-"""Time in which what was told to end does so."""
+"""Time that other threads and callbacks have to end after a test."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def state_is_put_back_after_each_file() -> Iterator[None]:
-    """Put `PROCESS_STATE` back after the fixtures of a test file, which change it before its tests begin."""
+    """Restore `PROCESS_STATE` after a test file whose own fixtures may have changed it."""
     before = recording()
     with state_put_back():
         yield
@@ -150,7 +153,7 @@ def state_is_put_back_after_each_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def process_state_is_put_back() -> Iterator[None]:
-    """Put `PROCESS_STATE` back after each test, and fail a test that leaves something open or changed."""
+    """Restore `PROCESS_STATE` after each test, and fail a test that leaves something open or changed."""
     before, running = surroundings(), recording()
     with state_put_back():
         yield
@@ -166,7 +169,7 @@ def process_state_is_put_back() -> Iterator[None]:
 
 
 def end_recorder(before: object) -> None:
-    """End the flight recorder that the test started: it goes on between captures, to the process' end."""
+    """End a flight recorder that the test started, which would record until the end of the process."""
     if (standing := sys.modules.get("stepscope._recording.recorder.standing")) is not None:
         recorder = standing.standing()
         if recorder is not None and recorder is not before:
@@ -174,7 +177,7 @@ def end_recorder(before: object) -> None:
 
 
 def recording() -> dict[int, str]:
-    """Return {id: name} of stepscope's threads and callbacks of the collector that are to end."""
+    """Return {id: name} of stepscope's threads and gc callbacks that must end with the test."""
     threads = {
         id(thread): f"the thread {thread.name}"
         for thread in threading.enumerate()
@@ -190,7 +193,7 @@ def recording() -> dict[int, str]:
 
 
 def left_behind(before: dict[int, str]) -> list[str]:
-    """Return the names of what records now and did not `before`, once it had time to end."""
+    """Return the names in `recording()` that are not in `before`, after some time for these to end."""
     left: list[str] = []
     for seconds in (0.1, _ENDS_S):
         until = time.monotonic() + seconds
@@ -225,7 +228,7 @@ def state_put_back() -> Iterator[None]:
 
 
 def surroundings() -> dict[str, object]:
-    """Return what a test shares with all others and has to leave as it was."""
+    """Return the state of the process that each test must leave unchanged."""
     from stepscope._recording.spans import slot
     from stepscope.backends.process_lock import PROCESS_LOCK
 
@@ -248,7 +251,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 _crashes: list[str] = []
-"""A line for each process of pytest-xdist that died."""
+"""A line for each process of pytest-xdist that has died."""
 
 
 @pytest.hookimpl(optionalhook=True)

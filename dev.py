@@ -1,12 +1,13 @@
-"""The one tool for working on this repository. `python3 dev.py` lists its commands.
+"""All commands for working on this repository. `python3 dev.py` lists them.
 
-Needs Python >= 3.10 with pip and nothing else: every command makes the environment it needs (`.venv`), once,
-and finds it ready in milliseconds afterwards. The modules of `tools` that it imports need no more either.
+You need Python 3.10 or newer with pip, and nothing else. Each command makes the virtual environment that it
+needs (`.venv`) at its first use. This file and the modules of `tools` that it imports use only the standard
+library.
 """
 
 import sys
 
-# Above every other import, and the whole file in words that Python 3.6 can parse: an old Python prints this.
+# This check is before all other imports, and Python 3.6 can parse this file, so that an old Python gets here.
 if sys.version_info < (3, 10):
     import shutil
     import subprocess
@@ -35,22 +36,22 @@ PYTEST = ("-m", "pytest", "--slow")
 
 
 def demo(arguments: list[str]) -> bool:
-    """a real, tiny RL run on this machine, profiled, with its report; --engine vllm or sglang or
-    vllm,sglang: with those"""
+    """a tiny RL run on this machine, profiled, with its report. --engine vllm, sglang or vllm,sglang:
+    generate with these engines"""
     python = DEV.ready()
     place = arguments.index("--engine") + 1 if "--engine" in arguments else len(arguments)
     names = [name for word in arguments[place : place + 1] for name in word.split(",")]
     if len(names) == 1:
         python = newest(names[0]).ready()
-    elif names:  # each in its own environment, and the rest of the run in that of development
+    elif names:  # each engine in its own environment, the rest of the run in `.venv`
         arguments[place] = ",".join(f"{name}={newest(name).ready()}" for name in names)
     return run(python, "-m", "stepscope", "demo", *arguments)
 
 
 def test(arguments: list[str]) -> bool:
-    """check, then every test; with arguments pytest alone, with those. Or first one of --engines [NAME ...],
-    --newest [torch vllm ...] (the newest releases on the index), --two-engines (vLLM and SGLang in one run),
-    --two-hosts (needs root), --no-engines, --pythons (the core, on every Python here)"""
+    """check, then all tests; with arguments, only pytest with these arguments. The first argument may be
+    --engines [NAME ...], --newest [torch vllm ...] (the newest releases on the index), --two-engines (vLLM
+    and SGLang in one run), --two-hosts (needs root), --no-engines, --pythons (the core, on each Python)"""
     first, rest = (arguments or [""])[0], arguments[1:]
     if first == "--pythons":
         passed_on = [test_on(base, rest) for base in other_pythons()]
@@ -58,7 +59,7 @@ def test(arguments: list[str]) -> bool:
     if first == "--engines":
         if set(rest) & set(engines()):
             return test_engines(rest)
-        DEV.ready()  # its torch decides what is possible
+        DEV.ready()  # `not_possible` looks at the torch in this environment
         for line in not_run(not_possible()):
             say(line)
         return test_engines([*(name for name in engines() if name not in not_possible()), *rest])
@@ -76,13 +77,13 @@ def test(arguments: list[str]) -> bool:
 
 
 def test_everything(options: list[str], real: bool) -> bool:
-    """Run the check and all tests, on real engines if `real`; name what failed and what did not run."""
+    """Run the check and all tests, those on real engines only if `real`. Print what failed or did not run."""
     python = DEV.ready()
-    # Once for all: where PYTHONDONTWRITEBYTECODE is set, each of thousands of processes would do it again.
+    # With PYTHONDONTWRITEBYTECODE set, each of thousands of processes would compile our sources again.
     sources = [str(ROOT / "packages" / name / "src") for name in PACKAGES]
     succeeds([python, "-m", "compileall", "-q", *sources])
     with engines_beside() if real else nullcontext() as engines_passed:
-        # What follows runs even when something failed before it: one run is to show all that is wrong.
+        # The tests run even if the check failed, so that one run shows all faults.
         passed = {"the check": check([]), "the tests": test_in_two(python, options)}
         if engines_passed is not None:
             passed["the tests on real engines"] = engines_passed()
@@ -90,22 +91,23 @@ def test_everything(options: list[str], real: bool) -> bool:
         say(line)
     for what in (what for what, good in passed.items() if not good):
         say(f"FAILED: {what}")
-    for line in processes.FAILED:  # of a long log, often only the end is kept
+    for line in processes.FAILED:  # last, because often only the end of a long log is kept
         print(line)
     return all(passed.values())
 
 
 def test_in_two(python: str, options: list[str]) -> bool:
-    """Run the tests in two processes that share the files, in order. Run those that fail again, alone.
+    """Run the tests in two processes, a file at a time in each. Run failed tests again in one process.
 
-    Where a process died, pytest-xdist would run the test that killed it nine times more, and not all others.
+    A process that dies is not restarted: pytest-xdist would run the test that killed it nine times more, and
+    leave out others.
     """
     in_two = ("-n2", "--max-worker-restart=0", "--dist=loadfile", "--no-loadscope-reorder")
     return run_tests(python, *PYTEST, *in_two, *options, again=(python, *PYTEST, *options))
 
 
 def left_out(real: bool) -> list[str]:
-    """Return a line for the tests that did not run: impossible here, or only on request."""
+    """Return a line for each group of tests that cannot run here, or that runs only on request."""
     two_hosts = (
         "NOT RUN: two hosts that share no folder, which takes root. Fix: `python3 dev.py test --two-hosts`"
     )
@@ -124,7 +126,7 @@ def not_run(reasons: Mapping[str, str]) -> list[str]:
 
 
 def check(arguments: list[str]) -> bool:
-    """ruff and mypy over everything. --fix: ruff fixes what it can, and docs/reference is written anew"""
+    """ruff and mypy over everything. --fix: ruff fixes what it can, and docs/reference is generated again"""
     python = DEV.ready()
     fix = "--fix" in arguments
     passed = [
@@ -137,10 +139,10 @@ def check(arguments: list[str]) -> bool:
 
 
 def typed_paths() -> list[list[str]]:
-    """Return the paths that mypy reads, a list for each of its runs.
+    """Return a list of paths for each run of mypy.
 
-    `packages/rollout-vllm` is no module name, so test files of one name in two such packages are one module
-    to mypy: the tests of each package are a run of their own.
+    The tests of each package have a run of their own. `packages/rollout-vllm` is not a module name, so mypy
+    takes two test files with one name for one module.
     """
     others = ("tests", "tools", "benchmarks", "docs", "examples", "conftest.py", "dev.py")
     sources = [f"packages/{name}/src" for name in PACKAGES]
@@ -150,7 +152,7 @@ def typed_paths() -> list[list[str]]:
 
 
 def bench(arguments: list[str]) -> bool:
-    """every benchmark against its peers, or the one named (further arguments go to it)"""
+    """all benchmarks, compared with their peers, or one by name (further arguments go to the benchmark)"""
     names = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
     chosen = arguments[:1] or names
     if not set(chosen) <= set(names):
@@ -161,7 +163,7 @@ def bench(arguments: list[str]) -> bool:
 
 
 def docs(arguments: list[str]) -> bool:
-    """the site of docs/, into build/site; a warning of mkdocs is an error. --serve: shown while you edit"""
+    """build the site of docs/ into build/site; a warning of mkdocs is an error. --serve: serve it instead"""
     python = engines()["docs"].ready()
     serve = "--serve" in arguments
     words = [word for word in arguments if word != "--serve"]
@@ -176,25 +178,25 @@ def gpu(arguments: list[str]) -> bool:
 
 
 def chaos(arguments: list[str]) -> bool:
-    """a small trainer on Ray to which something happens in every other step: [--rounds 100] [--seed N]
-    [--recorder: while the flight recorder writes]"""
+    """a small trainer on Ray with a fault in every other step: [--rounds 100] [--seed N] [--recorder: with
+    the flight recorder on]"""
     return run(DEV.ready(), "packages/core/tests/chaos/run.py", *arguments)
 
 
 def soak(arguments: list[str]) -> bool:
-    """the demo's loop for an hour, a capture each third step: does anything grow? [--minutes 60]"""
+    """the demo's loop for an hour with a capture in every third step, to find leaks: [--minutes 60]"""
     return run(DEV.ready(), "packages/core/tests/chaos/soak.py", *arguments)
 
 
 def culprits(arguments: list[str]) -> bool:
-    """hangs and slow steps of real processes, each with a culprit that was planted: is it named? [--hangs |
-    --steps] [--runs 10] [WORDS OF A NAME]"""
+    """hangs and slow steps of real processes with a known cause: is the cause named? [--hangs | --steps]
+    [--runs 10] [WORDS OF A NAME]"""
     return run(DEV.ready(), "-m", "tests.culprits", *arguments)
 
 
 def setup(arguments: list[str]) -> bool:
-    """make or update the environment and stop there. --fresh: from nothing. --engines: those with the real
-    engines of `test` as well"""
+    """make or update `.venv` and stop there. --fresh: make it again from nothing. --engines: also the
+    environments with the real engines of `test`"""
     if "--fresh" in arguments and DEV.folder.exists():
         DEV.unfinished.touch()
         DEV.stamp.unlink(missing_ok=True)
@@ -224,7 +226,7 @@ def main(arguments: list[str]) -> int:
         for word, command in COMMANDS.items():
             print(f"  python3 dev.py {word:8} {' '.join((command.__doc__ or '').split())}")
         return 0 if asked else 2
-    # Without this a SIGTERM (CI's timeout) would leave what runs here working on behind us.
+    # On SIGTERM (the timeout of CI), exit in a way that ends the running commands too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return 0 if COMMANDS[name](rest) else 1

@@ -1,1 +1,1 @@
-"""Modules of `dev.py`, which imports them before anything is installed, and scripts."""
+"""Modules that `dev.py` imports before anything is installed, and scripts that it runs."""

@@ -1,4 +1,4 @@
-"""The next version, written into all packages, their pins on each other, and the changelog."""
+"""Write the next version into all packages, their pins on each other, and the changelog."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*(?:\[[a-z]+\])?==)([
 
 
 def bump(arguments: list[str]) -> bool:
-    """the one version to X.Y.Z: in all packages, their pins on each other and the changelog"""
+    """set the version to X.Y.Z in all packages, their pins on each other and the changelog"""
     if len(arguments) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+", arguments[0]):
         sys.exit(f"bump takes one version such as 0.2.0, not {' '.join(arguments) or 'nothing'}")
     new = arguments[0]
@@ -35,7 +35,7 @@ def bump(arguments: list[str]) -> bool:
 
 
 def one_version(texts: dict[Path, str]) -> str:
-    """Return the version that all of `texts` state, for themselves and in pins. Exit if they differ."""
+    """Return the only version that the manifests in `texts` contain, pins included. Exit if they differ."""
     stated = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
     versions = set().union(*stated.values())
     if len(versions) != 1:

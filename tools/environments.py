@@ -1,4 +1,4 @@
-"""Virtual environments of this checkout, each made once and found ready in milliseconds afterwards."""
+"""Virtual environments of this checkout. Each is made once; later uses check it in milliseconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.processes import say, succeeds
 EXTRAS = {"core": "[cli]"}
 
 
-# What pip prints when it fails, and what that means. The first that matches is shown.
+# (pattern in the output of a failed command, its meaning). The first that matches is shown.
 ADVICE = (
     (
         r"No matching distribution found for torch==\S+\+cpu",
@@ -43,9 +43,9 @@ class Environment:
     folder: Path
     groups: tuple[str, ...]
     bare: str | None = None
-    """A file of requirements that are installed without what they require in turn."""
+    """A file of requirements to install without their dependencies."""
     base: str = getattr(sys, "_base_executable", sys.executable)
-    """The Python it is made with. Not that of a virtual environment, which may be the one to rebuild."""
+    """The Python that makes the environment. It is outside any virtual environment, which may be rebuilt."""
     gigabytes: float = 3
 
     @property
@@ -54,24 +54,24 @@ class Environment:
 
     @property
     def stamp(self) -> Path:
-        """Holds the fingerprint of what was installed; absent until an installation went through."""
+        """The file with the fingerprint of the installed packages. Absent until a set-up has succeeded."""
         return self.folder / ".stepscope-ready"
 
     @property
     def unfinished(self) -> Path:
-        """There during a set-up. Found at the start: one was killed and may have left half a package."""
+        """A file that exists during a set-up. Found at the start, it means that a set-up was killed."""
         return self.folder.with_name(f"{self.folder.name}-unfinished")
 
     def ready(self) -> str:
-        """Return its Python; make or update it if necessary. Exit with the fix if that fails."""
+        """Make or update the environment if necessary, and return its Python. Exit with a fix on failure."""
         if not self.is_current():
             with lock():
-                if not self.is_current():  # another dev.py may have done it while this one waited
+                if not self.is_current():  # another dev.py may have built it meanwhile
                     self.build()
         return self.python
 
     def torch_built_for(self) -> str | None:
-        """Return the CUDA version that its torch is built for. None if it is a CPU build, or absent."""
+        """Return the CUDA version of the installed torch, or None for a CPU build or without torch."""
         for file in self.folder.glob("lib/python3*/site-packages/torch/version.py"):
             if match := re.search(r"^cuda\b.*= '([^']+)'", file.read_text(), re.MULTILINE):
                 return match[1]
@@ -85,17 +85,17 @@ class Environment:
             return False
 
     def is_touched(self) -> bool:
-        """Return whether packages came or went since the set-up: `uv sync` removes those of other groups."""
+        """Return whether packages were added or removed since the set-up, for example by `uv sync`."""
         finished = self.stamp.stat().st_mtime_ns
         folders = self.folder.glob("lib/python3*/site-packages")
         return any(folder.stat().st_mtime_ns > finished for folder in folders)
 
     def fingerprint(self) -> str:
-        """Return a digest of requirements, this folder (editable installs) and the Python."""
+        """Return a digest of requirements, the checkout's folder (for editable installs) and the Python."""
         digest = hashlib.sha256(repr((str(repository.ROOT), self.groups)).encode())
         digest.update((self.folder / "pyvenv.cfg").read_bytes())
         for file in (repository.ROOT / "pyproject.toml", *repository.MANIFESTS):
-            # The tables of tools come last in these files and change nothing that is installed.
+            # The [tool] tables come last in these files, and do not affect the installation.
             digest.update(file.read_text().split("\n[tool.")[0].encode())
         if self.bare:
             digest.update((repository.ROOT / self.bare).read_bytes())
@@ -134,7 +134,7 @@ class Environment:
             self.pip(self.bare, "--progress-bar=raw", "--no-deps", "--requirement", self.bare)
 
     def usable(self) -> bool:
-        """Return whether the folder can be updated; otherwise it is made again."""
+        """Return whether the folder can be updated. If not, print why."""
         if not self.folder.exists():
             return False
         if self.unfinished.exists():
@@ -153,7 +153,7 @@ class Environment:
         output = processes.narrate(what, command)
         if output is None:
             return
-        # A command that fails by itself cleans up, so what is there stays good to build upon.
+        # A command that fails cleans up, so the next set-up can update this folder.
         self.unfinished.unlink(missing_ok=True)
         advice = next(
             (f"It looks as if {words}. " for pattern, words in ADVICE if re.search(pattern, output)), ""
@@ -192,7 +192,7 @@ def check_venv_module() -> None:
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """Allow one set-up at a time in this checkout, by a lock on its pyproject.toml."""
+    """Hold a lock on pyproject.toml, so that one set-up runs at a time in this checkout."""
     with open(repository.ROOT / "pyproject.toml", "rb") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

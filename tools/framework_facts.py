@@ -1,12 +1,13 @@
-"""Facts about the functions that the presets name, read in the frameworks' sources without importing them.
+"""Record facts about the functions that presets name, from the sources of the frameworks.
 
     python -m tools.framework_facts                        # all presets: clones each framework's main branch
-    python -m tools.framework_facts skyrl                  # one of them
+    python -m tools.framework_facts skyrl                  # one preset
     python -m tools.framework_facts skyrl path/to/SkyRL    # from a folder: a work tree, or a bare repository
 
-writes `packages/core/tests/data/frameworks/<preset>.json`: for each function its arguments, its kind, its
-decorators, the actor classes in which Ray sends it, and the classes that override it. The file has the
-version and the commit of the source, and none of its code. Frameworks of `RELEASED` are read as released.
+The command writes `packages/core/tests/data/frameworks/<preset>.json`. For each function, the file has the
+arguments, the kind, the decorators, the Ray actor classes with this function, and the classes that override
+it. It has the version and the commit of the source, and no code. The sources are parsed, not imported. For
+frameworks in `RELEASED`, the source is the newest wheel.
 """
 
 from __future__ import annotations
@@ -44,35 +45,35 @@ RELEASED = {
     "rllib": ("ray",),
     "trl": ("trl", "transformers", "accelerate"),
 }
-"""Preset -> the distributions that its functions are in."""
+"""{preset: distributions with the functions}."""
 VERSIONS = {
     "nemo-rl": ("nemo_rl/package_info.py", r"^MAJOR = (\d+)\nMINOR = (\d+)\nPATCH = (\d+)"),
     "skyrl": ("skyrl-gym/pyproject.toml", r'^version = "([^"]+)"'),
     "slime": ("setup.py", r'version="([^"]+)"'),
     "verl": ("verl/version/version", r"(\S+)"),
 }
-"""Preset -> the file of the repository that has the version, and where in it."""
+"""{preset: (file of the repository with the version, pattern of the version in this file)}."""
 _FRAMES = re.compile(r"\b(currentframe|_getframe|getouterframes)\b|\binspect\.stack\b")
 _NO_PACKAGE = re.compile(
     r"(^|/)(tests?|examples?|docs|scripts|recipe|research|3rdparty|skyrl-agent)/|/mock\.py$"
 )
-"""Files of a source that no user of the framework imports."""
+"""Paths of a source to leave out, because no user of the framework imports them."""
 _LEVELS = 3
-"""Levels of calls inside the module of a decorator that are read for a look at the caller's frame."""
+"""Levels of calls to follow from a decorator, to find a function that reads the frame of its caller."""
 
 
 class DecoratorFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The function that a decorator returns."""
+    """A decorator, and the kind of function that it returns."""
 
     name: str
     shape: Shape
-    """`plain`: a function that is none of a coroutine; `async`: one; `both`: one of the kind of the decorated
-    function; `same`: the function itself; `unknown`: not found in the source."""
+    """`plain`: not a coroutine function; `async`: a coroutine function; `both`: the same kind as the
+    decorated function; `same`: the decorated function itself; `unknown`: not found in the source."""
     looks_at_caller: bool = False
 
 
 class FunctionFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function, as far as an entry of a preset depends on it."""
+    """The facts about a function that an entry of a preset depends on."""
 
     arguments: tuple[str, ...]
     is_async: bool = False
@@ -82,12 +83,13 @@ class FunctionFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     decorators: tuple[DecoratorFacts, ...] = ()
     """From the outermost to the innermost."""
     defined_in: str = ""
-    """The class, `module:Class`, if the named class inherits the method."""
+    """The place of the definition, `module:Class`, if the named class inherits the method or the named module
+    imports the function."""
     actors: dict[str, str] = {}
-    """Classes that Ray sends, `module:Class`, in which a call finds this function -> how Ray gets the class:
-    `decorator`, `module` (`ray.remote(Class)` at import) or `call` (later)."""
+    """{Ray actor class `module:Class` that has this method: how it becomes an actor class}. The values are
+    `decorator` (`@ray.remote`), `module` (`ray.remote(Class)` at import) or `call` (`ray.remote` later)."""
     overridden_in: tuple[str, ...] = ()
-    """Classes below, whose own function of this name does not call this one."""
+    """Subclasses whose own method of this name does not call this method."""
 
 
 class FrameworkFacts(msgspec.Struct, frozen=True):
@@ -97,11 +99,11 @@ class FrameworkFacts(msgspec.Struct, frozen=True):
     """The repository, or the distributions with their versions."""
     version: str
     commit: str
-    """Empty for a release."""
+    """The commit of the source, or "" for a release."""
     functions: dict[str, FunctionFacts]
-    """`module:name` -> facts. Functions that are not there are left out."""
+    """{`module:name`: facts}, without functions that the source does not have."""
     settings: tuple[str, ...]
-    """The preset's settings that the source has."""
+    """The preset's settings that occur in the source."""
 
 
 class Source:
@@ -116,7 +118,7 @@ class Source:
     def tree(self, path: Path) -> ast.Module:
         """Return the syntax tree of a file."""
         if path not in self._trees:
-            gc.disable()  # Python before 3.11.8 takes objects that the collector frees meanwhile for its own
+            gc.disable()  # Python before 3.11.8 may crash if the collector runs during `ast.parse`
             try:
                 self._trees[path] = ast.parse(path.read_bytes())
             finally:
@@ -125,7 +127,7 @@ class Source:
 
     @cached_property
     def texts(self) -> dict[Path, str]:
-        """The text of each file of Python."""
+        """{Python file: its text}."""
         files = (path for path in self.folder.rglob("*.py") if not _NO_PACKAGE.search(self._relative(path)))
         return {path: path.read_text(errors="replace") for path in sorted(files)}
 
@@ -140,7 +142,7 @@ class Source:
         return next((path for path in files if path.exists()), None)
 
     def module(self, path: Path) -> str:
-        """Return the name of the module that a file is."""
+        """Return the module name of a file."""
         relative = path.relative_to(self.folder).with_suffix("")
         parts = [part for part in relative.parts if part not in ("__init__", "skyrl-gym")]
         return ".".join(parts)
@@ -148,12 +150,12 @@ class Source:
     # Definitions
 
     def definition(self, module: str, name: str) -> Function | None:
-        """Return the function or method `name` of `module`, imported and inherited ones too."""
+        """Return the definition of the function or method `name` of `module`, also if it is inherited."""
         found = self.function(module, name)
         return None if found is None else found[2]
 
     def function(self, module: str, name: str) -> tuple[str, str, Function] | None:
-        """Return (module, class or "", definition) of the function or method `name` of `module`."""
+        """Return (module, class or "", definition) of the function or method `name` of `module`, or None."""
         *classes, function = name.split(".")
         target = self.find(module, classes[0] if classes else function)
         if target is None:
@@ -164,7 +166,7 @@ class Source:
         return self.method(where, node, function) if isinstance(node, ast.ClassDef) else None
 
     def method(self, module: str, node: ast.ClassDef, name: str) -> tuple[str, str, Function] | None:
-        """Return (module, class, definition) of a method, its own or inherited."""
+        """Return (module, class, definition) of a method of a class or of its base classes, or None."""
         for member in node.body:
             if isinstance(member, Function) and member.name == name:
                 return module, node.name, member
@@ -175,7 +177,7 @@ class Source:
         return None
 
     def bases(self, module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-        """Yield the base classes that are in this source."""
+        """Yield (module, definition) of each base class that is in this source."""
         for base in node.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
             target = self.find(module, plain.id) if isinstance(plain, ast.Name) else None
@@ -183,7 +185,7 @@ class Source:
                 yield target[0], target[1]
 
     def find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
-        """Return the definition of `name` of `module`, after the imports on the way."""
+        """Return (module, definition) of `name` in `module`, found through imports, or None."""
         if (module, name) not in self._found:
             self._found[module, name] = self._find(module, name)
         return self._found[module, name]
@@ -207,7 +209,7 @@ class Source:
     # Classes
 
     def below(self, module: str, cls: str) -> list[tuple[str, ast.ClassDef]]:
-        """Return the classes that derive from a class."""
+        """Return (module, definition) of each direct or indirect subclass."""
         if (module, cls) not in self._below:
             direct = list(self._directly_below(module, cls))
             further = [each for where, node in direct for each in self.below(where, node.name)]
@@ -227,7 +229,7 @@ class Source:
                         yield where, target[1]
 
     def sent_by(self, module: str, node: ast.ClassDef) -> str | None:
-        """Return how Ray gets a class, as in `FunctionFacts.actors`; None if nothing says that it does."""
+        """Return how a class becomes a Ray actor class (see `FunctionFacts.actors`), or None."""
         if any(_dotted(decorator) == "ray.remote" for decorator in node.decorator_list):
             return "decorator"
         call = re.compile(rf"\bray\.remote(?:\([^()]*\))?\(\s*{node.name}\s*\)")
@@ -245,7 +247,7 @@ class Source:
     # Functions
 
     def facts(self, module: str, name: str) -> FunctionFacts | None:
-        """Return the facts about a function; None if there is no such function."""
+        """Return the facts about a function, or None if the source does not have it."""
         found = self.function(module, name)
         if found is None:
             return None
@@ -297,7 +299,7 @@ class Source:
         return DecoratorFacts(name, _shape(function), self._frames(where, function, _LEVELS))
 
     def _decorating(self, module: str, name: str) -> tuple[str, Function] | None:
-        """Return the definition of a decorator, a function or a method of a class."""
+        """Return (module, definition) of a decorator that is a function or a method, or None."""
         first, _, rest = name.partition(".")
         if not rest:
             found = self.function(module, first)
@@ -314,7 +316,7 @@ class Source:
         return None
 
     def _named(self, module: str, name: str) -> tuple[str, Function] | None:
-        """Return a function of a module, or the method that `name = OBJECT.name` binds there."""
+        """Return (module, definition) of a function, or of a method that `name = OBJECT.name` binds."""
         found = self.function(module, name)
         if found is not None:
             return found[0], found[2]
@@ -336,7 +338,7 @@ class Source:
 
 
 _ELSEWHERE: dict[str, Shape] = {"torch.no_grad": "plain", "torch.inference_mode": "plain"}
-"""Decorators of other packages."""
+"""Shapes of decorators from other packages."""
 
 
 def arguments(function: Function) -> tuple[str, ...]:
@@ -357,7 +359,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _own(function: Function) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of functions inside it."""
+    """Yield the nodes of a function, without the bodies of inner functions and classes."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop()
@@ -367,12 +369,12 @@ def _own(function: Function) -> Iterator[ast.AST]:
 
 
 def _looks(function: Function) -> bool:
-    """Return whether a function, or one inside it, looks at the frame of its caller."""
+    """Return whether a function, or a function inside it, reads the frame of its caller."""
     return any(_FRAMES.search(ast.unparse(statement)) for statement in function.body)
 
 
 def _calls_base(function: Function) -> bool:
-    """Return whether a method calls the one that it overrides."""
+    """Return whether a method calls the method that it overrides, by `super()`."""
     return re.search(rf"super\([^)]*\)\.{function.name}\b", ast.unparse(function)) is not None
 
 
@@ -394,7 +396,7 @@ def facts_of(preset: Preset, source: Source) -> dict[str, FunctionFacts]:
 
 
 def settings_in(preset: Preset, source: Source) -> set[str]:
-    """Return the preset's settings that `source` writes as options, or reads as attributes."""
+    """Return the preset's settings whose names occur in `source` as options or attributes."""
     text = "\n".join(source.texts.values())
     return {
         setting.name
@@ -407,7 +409,7 @@ def settings_in(preset: Preset, source: Source) -> set[str]:
 
 
 def record(name: str, folder: Path | None) -> None:
-    """Write the facts of a preset's framework into its file of `DATA`."""
+    """Write the facts of a preset's framework into its file in `DATA`."""
     with tempfile.TemporaryDirectory() as made:
         if name in RELEASED:
             versions = [_unpacked(distribution, Path(made)) for distribution in RELEASED[name]]
@@ -440,7 +442,7 @@ def _cloned(repository: str, folder: Path) -> Path:
 
 
 def _checked_out(repository: Path, folder: Path) -> str:
-    """Write the files of the repository's HEAD that are read, and return its commit."""
+    """Copy the needed files of the repository's HEAD into `folder`, and return the commit."""
     git = ["git", "-C", str(repository)]
     listed = _output(*git, "ls-tree", "-r", "--name-only", "HEAD").decode().splitlines()
     names = [name for name in listed if _is_read(name)]
@@ -451,7 +453,7 @@ def _checked_out(repository: Path, folder: Path) -> str:
 
 
 def _is_read(name: str) -> bool:
-    """Return whether a file of a repository is read: its packages' modules, and what has a version."""
+    """Return whether a file of a source is needed: a module of a package, or a file with the version."""
     if name in {file for file, _ in VERSIONS.values()}:
         return True
     return name.endswith(".py") and not _NO_PACKAGE.search(name)
@@ -479,7 +481,7 @@ def _unpacked(distribution: str, folder: Path) -> str:
 
 
 def main(given: Iterable[str]) -> None:
-    """Record the presets that the command line names, or all."""
+    """Record the preset that the command line names, or all presets."""
     name, *folders = [*given] or ["all"]
     if len(folders) > 1 or (name != "all" and name not in preset_names()):
         sys.exit(__doc__)

@@ -1,4 +1,4 @@
-"""Commands that run on this terminal, or behind one line of progress, and never outlive `dev.py`."""
+"""Commands that show their output or one line of progress. None of them outlives `dev.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tools import repository
 
 FAILED: list[str] = []
-"""The commands that failed, each with those of its tests that did (conftest.py writes them down)."""
+"""The failed commands, each followed by the names of its failed tests (conftest.py writes these)."""
 
 
 def say(text: str) -> None:
@@ -32,9 +32,10 @@ def succeeds(command: Sequence[str]) -> bool:
 
 
 def run(*command: str, **variables: str) -> bool:
-    """Run a command on this terminal and return whether it succeeded. The command handles Ctrl-C.
+    """Run a command on this terminal, and return whether it succeeded. The command handles Ctrl-C.
 
-    `variables` come into its environment.
+    Args:
+        variables: Environment variables to add.
     """
     shown = "$ " + " ".join(word.replace(f"{repository.ROOT}/", "") for word in command)
     print(shown, flush=True)
@@ -56,10 +57,10 @@ def run(*command: str, **variables: str) -> bool:
 
 
 def run_tests(*command: str, again: Sequence[str], **variables: str) -> bool:
-    """Run pytest, and the tests that failed once more, by the command `again`. Return whether all passed.
+    """Run pytest, then the failed tests once more by the command `again`. Return whether all passed.
 
-    A test that something on the machine delayed passes then, and is named. Where a process of the tests died,
-    none is run again.
+    Print the tests that passed only in the second run. If a process of the tests died, there is no second
+    run.
     """
     before = len(FAILED)
     if run(*command, **variables):
@@ -76,9 +77,9 @@ def run_tests(*command: str, again: Sequence[str], **variables: str) -> bool:
 
 
 def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], send: Callable[[int], None]) -> None:
-    """End `process` if it still runs. `send` signals it, or it and all that it started."""
+    """End `process` if it still runs. `send` sends a signal to the process, or to its group."""
     if process.poll() is None:
-        send(signal.SIGINT)  # not SIGTERM: pip and pytest tidy up behind themselves when interrupted
+        send(signal.SIGINT)  # not SIGTERM: pip and pytest clean up after SIGINT
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
@@ -87,9 +88,10 @@ def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], send: Callabl
 
 
 def narrate(what: str, command: Sequence[str]) -> str | None:
-    """Run `command`, and show its duration and its last output on one line.
+    """Run `command`, and show its duration and its last line of output on one line.
 
-    Returns the end of its output if it failed, None if it succeeded.
+    Returns:
+        The end of the output if the command failed, None if it succeeded.
     """
     tail: deque[str] = deque(maxlen=25)
     line = Line(what)
@@ -99,7 +101,7 @@ def narrate(what: str, command: Sequence[str]) -> str | None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # a group of its own, to stop what it starts as well (venv runs ensurepip)
+        start_new_session=True,  # a group of its own, so that `stop` ends its children (venv runs ensurepip)
     ) as process:
         try:
             for text in ticks(process):
@@ -107,14 +109,14 @@ def narrate(what: str, command: Sequence[str]) -> str | None:
                     tail.append(text)
                 line.show(text)
             code = process.wait()
-        finally:  # after Ctrl-C or SIGTERM no installation continues behind the prompt
+        finally:  # after Ctrl-C or SIGTERM, no installation may go on
             stop(process, lambda number: os.killpg(process.pid, number))
             line.end()
     return "\n".join((*tail, f"({' '.join(command)} exited with {code})")) if code else None
 
 
 def ticks(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield the lines that `process` prints, and "" after each second without one."""
+    """Yield the lines that `process` prints, and "" after each second without a line."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

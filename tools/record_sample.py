@@ -1,10 +1,10 @@
-"""Records the run that `stepscope report --sample` shows, with the real demo.
+"""Record the run that `stepscope report --sample` shows, with the real demo.
 
     python tools/record_sample.py [FOLDER]
 
-Needs torch, Ray and a quiet machine; takes a minute. With FOLDER, it packs a run that the demo left there.
-The host's name and folders of this machine are replaced; sizes in the records follow. What commands write
-(pages, timelines) stays out.
+The script needs torch, Ray and a quiet machine, and takes a minute. With FOLDER, it packs a run that the demo
+has left there. It replaces this machine's host name and folder, and corrects the file sizes in the records.
+Pages, timelines and logs are left out.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from stepscope_report.demo import ARCHIVE
 from stepscope_report.demo.trainer import run_demo
 
 ITERATIONS = 25
-"""Forward passes of each replica: two hundred would be three quarters of a package."""
+"""Recorded forward passes of each replica. Two hundred would be three quarters of the package's size."""
 HOST, FOLDER = "node-a", "/data/demo"
-"""Names in place of those of this machine."""
+"""The host name and the folder that the sample shows."""
 LEFT_OUT = re.compile(r"report\.html|timeline\.json\.gz|control/.*|.*\.log")
 MOST = 2_900_000
-"""Bytes of the archive."""
+"""The largest size of the archive in bytes."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the machine that recorded, and their replacement."""
+    """The folder and the host name of the machine that recorded the run."""
 
     folder: str
     host: str
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
 
 
 def pack(run: Path, archive: Path) -> None:
-    """Write the files of a run into `archive`, the same bytes for the same run."""
+    """Write the files of a run into `archive`. The same run always gives the same bytes."""
     record = json.loads((run / "run.json").read_text())
     names = Names(record["config"]["save_path"], record["host"])
     files = with_sizes(dict(sorted(cleaned(run, names))))
@@ -84,12 +84,12 @@ def cleaned(run: Path, names: Names) -> Iterator[tuple[str, bytes]]:
 
 
 def with_command(record: bytes) -> bytes:
-    """Return the record of the run with a command that leads to no file of this machine."""
+    """Return the record of the run with a command that names no path of this machine."""
     return dumped({**json.loads(record), "command": ["record_sample.py"]})
 
 
 def with_sizes(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files with the sizes that their records state made true."""
+    """Return the files, with the true file sizes in their records."""
     return {
         path: dumped(sized(json.loads(data), path.partition("/")[0], files))
         if path.endswith(".json")
@@ -99,7 +99,7 @@ def with_sizes(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def sized(value: Any, step: str, files: dict[str, bytes]) -> Any:
-    """Return a record in which each artifact has the size of its file in the folder of the step."""
+    """Return a record of `step` with `size_bytes` of each artifact set to the size of its file."""
     if isinstance(value, list):
         return [sized(item, step, files) for item in value]
     if not isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Builds what is uploaded, checks it, and tries it in fresh environments, for `python3 dev.py release`.
+"""Build the files of a release, check them, and try them in fresh environments: `python3 dev.py release`.
 
     release.py [--only EXTRAS ...] [--python PYTHON]
 
-It changes nothing outside of `dist/` and uploads nothing. Standard library only; build and twine are in the
-environment that dev.py makes for it.
+The script writes only into `dist/`, and uploads nothing. It imports only the standard library; it runs build
+and twine from the environment that dev.py makes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tools.repository import PACKAGES
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOGETHER = (("cli", "ray"),)
-"""Combinations that are tried besides each extra alone and none."""
+"""Combinations of extras to try, besides each extra alone and no extra."""
 MOST_BYTES = 3_500_000
-"""The largest size of a file that is uploaded."""
+"""The largest allowed size of a file."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel that was built."""
+    """A built wheel."""
 
     path: Path
 
@@ -45,7 +45,7 @@ class Wheel:
 
     @property
     def constraint(self) -> str:
-        """The line with which pip takes this file for every requirement of its name."""
+        """The constraint that makes pip install this file for each requirement of its name."""
         return f"{self.metadata['Name']} @ {self.path.as_uri()}"
 
 
@@ -77,7 +77,7 @@ def base_python() -> str:
 
 
 def build() -> list[Wheel]:
-    """Build sdists, and the wheels from those: a file that an sdist lacks is then absent everywhere."""
+    """Build the sdists, and the wheels from the sdists. A file absent in an sdist is then absent in both."""
     shutil.rmtree(DIST, ignore_errors=True)
     for name in PACKAGES:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST)]
@@ -88,13 +88,13 @@ def build() -> list[Wheel]:
 
 
 def combinations(core: Wheel) -> list[tuple[str, ...]]:
-    """Return no extra, each extra that the wheel names, and some together."""
+    """Return the combinations of extras to try: none, each extra alone, and `TOGETHER`."""
     alone = [(extra,) for extra in core.metadata.get_all("Provides-Extra", [])]
     return [(), *alone, *TOGETHER]
 
 
 def tried(extras: tuple[str, ...], wheels: list[Wheel], python: str) -> bool:
-    """Install stepscope with these extras in a fresh environment, try it, and return whether it works."""
+    """Install stepscope with these extras in a fresh environment. Return whether `tools/smoke.py` passes."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stepscope-release-") as name:
         folder = Path(name)
@@ -112,7 +112,7 @@ def tried(extras: tuple[str, ...], wheels: list[Wheel], python: str) -> bool:
 
 
 def installation(extras: tuple[str, ...], wheels: list[Wheel], folder: Path) -> list[str]:
-    """Return the command that installs the built wheels, and from the index what they require."""
+    """Return the command that installs the built wheels, with their dependencies from the index."""
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{wheel.constraint}\n" for wheel in wheels))
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "venv/bin/python"), "install", "--quiet"]
@@ -131,7 +131,7 @@ def named(extras: tuple[str, ...]) -> str:
 
 
 def output_of_failure(command: list[str]) -> str:
-    """Run a command outside of the checkout; return its output if it fails, else nothing."""
+    """Run a command outside of the checkout. Return its output if it fails, else ""."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
         outcome = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
@@ -140,14 +140,14 @@ def output_of_failure(command: list[str]) -> str:
 
 
 def run(*command: str) -> None:
-    """Run a command on this terminal; end if it fails."""
+    """Run a command on this terminal, and exit if the command fails."""
     print("$ " + " ".join(word.replace(f"{ROOT}/", "").replace(sys.executable, "python") for word in command))
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit("that failed. Nothing is to be uploaded.")
 
 
 def instructions(wheels: list[Wheel]) -> str:
-    """Return what to upload, in which order and how."""
+    """Return a text that says which files to upload, in which order and how."""
     version = wheels[0].metadata["Version"]
     lines = ["", f"All of {version} works. Upload each line once the one before is on the index:", ""]
     for wheel in wheels:

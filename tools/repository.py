@@ -4,5 +4,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "report", "rollout-vllm", "rollout-sglang", "npu")
-"""In the order of their upload: the others require the first."""
+"""Folders of the packages, in the order of their upload: all others require `core`."""
 MANIFESTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]

@@ -1,9 +1,9 @@
-"""Tries a fresh installation: what was asked for works, and what was not names the extra that brings it.
+"""Test a fresh installation: installed extras work, and the error of an absent extra names the extra.
 
     python smoke.py FOLDER EXTRA ...
 
-`tools/release.py` runs it in an environment for each combination of extras, outside of the checkout.
-Standard library and stepscope only. FOLDER is empty.
+`tools/release.py` runs this script in an environment for each combination of extras, outside of the checkout.
+FOLDER must be empty. The script imports only the standard library and stepscope.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NEEDED = {
     "mlflow": ("stepscope_report.writers.mlflow",),
     "otel": ("stepscope_report.writers.otel",),
 }
-"""Extra -> modules that it makes importable. `all` is all of them."""
+"""{extra: modules that the extra makes importable}. The extra `all` is all of these."""
 WRITERS = ("tensorboard", "wandb", "mlflow", "otel")
 READING = {"cli", "mcp", "parquet", *WRITERS}
-"""Extras that bring stepscope-report."""
+"""Extras that install stepscope-report."""
 BESIDES = {"otel": ("wandb", "mlflow")}
-"""Writer -> further extras whose packages bring what it imports."""
+"""{writer: other extras that install the packages which the writer imports}."""
 ADAPTERS = {"vllm": "stepscope.engines", "sglang": "stepscope.engines", "npu": "stepscope.backends"}
-"""Extra -> the group of entry points in which its adapter registers."""
+"""{extra: the group of entry points in which the extra's adapter is registered}."""
 
 
 def main(folder: Path, extras: set[str]) -> None:
@@ -58,7 +58,7 @@ def main(folder: Path, extras: set[str]) -> None:
 
 
 def check_package() -> None:
-    """Make sure that the installed package is imported, and not a checkout."""
+    """Check that the imported stepscope is the installed package and not a checkout."""
     import stepscope
 
     assert "site-packages" in (stepscope.__file__ or ""), stepscope.__file__
@@ -72,7 +72,7 @@ def check_modules(extras: set[str]) -> None:
 
 
 def check_writers(extras: set[str], run: Path) -> None:
-    """Make sure that the configuration takes installed writers and names the extra of others."""
+    """Check that the configuration accepts installed writers, and names the extra of other writers."""
     from stepscope import configure
     from stepscope.errors import ConfigError
 
@@ -89,14 +89,14 @@ def check_writers(extras: set[str], run: Path) -> None:
 
 
 def check_adapters(extras: set[str]) -> None:
-    """Make sure that adapters are registered where they are installed, and nowhere else."""
+    """Check that the adapters of `extras` are registered, and no others."""
     for extra, group in ADAPTERS.items():
         names = {point.name for point in entry_points(group=group)}
         assert (extra in names) == (extra in extras), (extra, names)
 
 
 def check_capture(run: Path, reported: bool) -> None:
-    """Capture a step without torch. Read it back if `reported`: stepscope-report is there."""
+    """Capture a step without torch, and report on the step if stepscope-report is installed (`reported`)."""
     import stepscope
 
     assert bool(find_spec("stepscope_report")) == reported
@@ -116,7 +116,7 @@ def check_capture(run: Path, reported: bool) -> None:
 
 
 def check_command(folder: Path) -> None:
-    """Run the command: its version, what it finds out about this machine, and the report of the sample."""
+    """Run `stepscope --version`, `doctor`, `report --sample` and `merge`."""
     import stepscope
 
     assert command("--version").stdout == f"stepscope {stepscope.__version__}\n"
@@ -128,7 +128,7 @@ def check_command(folder: Path) -> None:
 
 
 def check_command_absent() -> None:
-    """Make sure that `python -m stepscope` names the extra of the command where that is not installed."""
+    """Check that, without the extra `cli`, `python -m stepscope` fails and names this extra."""
     assert not Path(sys.executable).with_name("stepscope").exists()
     outcome = run(sys.executable, "-m", "stepscope", "--version", code=2)
     assert "Fix: pip install 'stepscope[cli]'" in outcome.stderr, outcome.stderr
@@ -136,7 +136,7 @@ def check_command_absent() -> None:
 
 
 def check_curves(folder: Path) -> None:
-    """Send the sample's figures to TensorBoard."""
+    """Publish the figures of the sample to TensorBoard, and check that it wrote a file."""
     command("publish", str(folder / "sample"), "--to", "tensorboard")
     assert list((folder / "sample" / "tensorboard").rglob("events.out.tfevents.*"))
 
@@ -147,7 +147,7 @@ def command(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def run(*words: str, code: int) -> subprocess.CompletedProcess[str]:
-    """Run a program without variables of stepscope; it must exit with `code`."""
+    """Run a program without variables of stepscope. Fail unless the program exits with `code`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPSCOPE")}
     outcome = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert outcome.returncode == code, (words, outcome.returncode, outcome.stdout[-2000:], outcome.stderr)

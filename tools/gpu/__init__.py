@@ -1,5 +1,5 @@
-"""Everything that needs a GPU, in one command: `python3 dev.py gpu`.
+"""All checks that need a GPU, in one command: `python3 dev.py gpu`.
 
-`__main__.py` runs on the standard library and starts each part in a process of its own, with a time limit.
-A part is a module with a function `run`. It compares what stepscope says with an independent source.
+`__main__.py` needs only the standard library. It starts each part in a separate process with a time limit. A
+part is a module with a function `run`, which compares results of stepscope with an independent source.
 """

@@ -1,4 +1,4 @@
-"""The command behind `python3 dev.py gpu`. Runs on the standard library; see `--help`."""
+"""The command behind `python3 dev.py gpu`. It needs only the standard library. See `--help`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Run:
-    """The results so far, on the screen and in the output folder."""
+    """The results of the parts so far, shown on the screen and written into the output folder."""
 
     def __init__(self, output: Path, *, pretend: bool) -> None:
         self.output = output
@@ -59,7 +59,7 @@ class Run:
         self._began = time.monotonic()
         output.mkdir(parents=True, exist_ok=True)
         for name in ("gpu.json", "gpu.md", "report.html", "report.txt", *FIRST_TO_GO):
-            (output / name).unlink(missing_ok=True)  # of an earlier run
+            (output / name).unlink(missing_ok=True)  # files of an earlier run
         (output / LOG).touch()
 
     def say(self, text: str) -> None:
@@ -67,7 +67,11 @@ class Run:
             print(f"[{PRETENDED}] {line}" if self.pretend else line, flush=True)
 
     def install(self, folder: Path | None, target: Path) -> list[str] | None:
-        """Return the folders for PYTHONPATH; None if the wheels could not be installed."""
+        """Install the checkout and the wheels in `folder` into `target`.
+
+        Returns:
+            Folders for PYTHONPATH (empty without `folder`), or None if the installation failed.
+        """
         if folder is None:
             return []
         self.say(f"installing the checkout from {folder}")
@@ -79,7 +83,7 @@ class Run:
         return None
 
     def add(self, result: Result, kept: Path) -> None:
-        """Show a result, and write it with the files that the part keeps."""
+        """Show a result, and write the results so far with the files in the part's folder `kept`."""
         self.results.append(result)
         for check in result.checks:
             word = "agrees" if check.agrees else "DIFFERS"
@@ -98,7 +102,7 @@ class Run:
         write_results(self.output, self.results, pretend=self.pretend, files=self._files())
 
     def end(self) -> int:
-        """Make the folder small enough, and return the exit code."""
+        """Delete files until the folder is small enough, show the outcome, and return the exit code."""
         for name in keep_small(self.output, FIRST_TO_GO):
             self.say(f"left out of the folder, which would exceed 16 MB: {name}")
         self.write()

@@ -1,4 +1,4 @@
-"""The GPU of the run; with `--pretend` the CPU in its place, and stand-ins for what only a GPU has."""
+"""The GPU of the run. With `--pretend`, the CPU and stand-ins take its place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMI_PLACES = ("/usr/bin/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi", "/opt/b
 
 
 class Stopwatch:
-    """Time of some work on the device, in ms, by the user's own clock."""
+    """The time of some work on the device, measured without stepscope."""
 
     ms: float = 0.0
 
@@ -39,7 +39,7 @@ class Device:
         """Categories of a torch trace that are work of this device."""
 
     def size(self, gpu: int, cpu: int) -> int:
-        """Return the size of the work that suits the device."""
+        """Return `gpu`, or `cpu` with `--pretend`."""
         return cpu if self.pretend else gpu
 
     def synchronize(self) -> None:
@@ -48,7 +48,7 @@ class Device:
 
     @contextmanager
     def timed(self) -> Iterator[Stopwatch]:
-        """Time the work that the block gives to the device, and wait for its end."""
+        """Measure the work that the block starts on the device, and wait for its end."""
         watch = Stopwatch()
         if self.pretend:
             began = time.perf_counter()
@@ -63,7 +63,7 @@ class Device:
         watch.ms = start.elapsed_time(end)
 
     def smi(self) -> list[str] | None:
-        """Return the words that start nvidia-smi; None if it is not there."""
+        """Return the command that starts nvidia-smi, or None if it is not installed."""
         if self.pretend:
             return [sys.executable, str(STANDIN_SMI)]
         path = shutil.which("nvidia-smi") or next((p for p in SMI_PLACES if Path(p).exists()), None)

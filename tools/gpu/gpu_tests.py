@@ -1,4 +1,4 @@
-"""The part `tests`: tests that skip themselves without a GPU, and the torch backend's tests beside one."""
+"""The part `tests`: the tests that need a GPU, and the torch backend's tests on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tools.repository import ROOT
 
 TESTS = ROOT / "packages/core/tests"
 NEED_A_GPU = ("test_cuda_memory.py",)
-"""Files with tests that skip themselves without a GPU."""
+"""Files with tests that are skipped without a GPU."""
 MEET_A_GPU = ("test_torch_backend.py", "test_torch_rollout.py")
-"""Files whose tests run everywhere, and record kernels on a GPU."""
+"""Files whose tests run on all machines, and record kernels if there is a GPU."""
 
 NO_GPU = "needs a CUDA device"
-"""Reason of tests that skip themselves."""
+"""The reason with which tests are skipped without a GPU."""
 
 
 def run(record: Record, device: Device, folder: Path) -> None:
@@ -32,7 +32,7 @@ def run(record: Record, device: Device, folder: Path) -> None:
         *(f"--junit-xml={report}", f"--basetemp={folder / 'pytest'}", "-q"),
         *("-W", "ignore:Warning:UserWarning"),  # torch 2.11: "Warning: Profiler clears events ..."
     ]
-    # Plugins of other packages on the machine would warn, and a warning is an error here.
+    # Plugins of other packages may warn, and a warning is an error here.
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ.pop("STEPSCOPE_RAISE")
     code = subprocess.run(command, cwd=ROOT, env=environ).returncode
@@ -54,6 +54,6 @@ def run(record: Record, device: Device, folder: Path) -> None:
 
 
 def _reason(case: ElementTree.Element) -> str | None:
-    """Return why a test was skipped; None if it was not."""
+    """Return the reason why a test was skipped, or None if it ran."""
     skipped = case.find("skipped")
     return None if skipped is None else skipped.get("message")

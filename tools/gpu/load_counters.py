@@ -1,4 +1,4 @@
-"""The part `counters`: NVML's counters during a load, beside nvidia-smi's readings of the same seconds."""
+"""The part `counters`: stepscope's GPU counters during a load, compared with nvidia-smi at the same time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.gpu.smi import Readings, query
 
 FIELDS = ("utilization.gpu", "memory.used", "memory.reserved", "power.draw", "clocks.sm")
 RISING_S = 2.0
-"""Begin of the load that no side counts: clocks, power and averages rise."""
+"""Seconds at the start of the load that are not compared, because clocks, power and averages still rise."""
 MIB = 1 << 20
 
 
@@ -57,7 +57,7 @@ def run(record: Record, device: Device, folder: Path) -> None:
 
 
 def _held(device: Device, stack: ExitStack) -> object:
-    """Return memory that the process holds during the load."""
+    """Allocate memory for the duration of the load, and return the object that holds it."""
     if not device.pretend:
         return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     stack.enter_context(standin_nvml.standing_in())
@@ -65,7 +65,7 @@ def _held(device: Device, stack: ExitStack) -> object:
 
 
 def load(device: Device, seconds: float) -> tuple[int, int]:
-    """Multiply matrices for some seconds, into the same memory. Return begin and end in unix ns."""
+    """Multiply matrices for some seconds without new memory. Return (start, end) in unix ns."""
     size = device.size(8192, 128)
     left = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16)
     product = torch.empty_like(left)
@@ -101,7 +101,7 @@ def _compare(
     for name, field, unit, scale, within, beyond in pairs:
         ours, theirs = medians(name, field)
         if ours is None or theirs is None:
-            # nvidia-smi says [N/A] where the board has no such sensor: then stepscope has none either.
+            # nvidia-smi prints [N/A] if the board lacks the sensor. stepscope must have no value either.
             record.check(
                 name, ours, theirs, source="nvidia-smi", agrees=ours is theirs and bool(readings.rows)
             )
@@ -121,7 +121,7 @@ def _compare_memory(
     readings: Readings,
     end_ns: int,
 ) -> None:
-    """Compare the used memory. NVML's first version of the call counts the driver's own part as used."""
+    """Compare the used memory. The old NVML call counts memory that the driver reserves as used, too."""
     ours, used = medians("GPU memory", "memory.used")
     reserved = readings.median("memory.reserved", start_ns, end_ns) or 0.0
     if ours is None or used is None:

@@ -1,4 +1,4 @@
-"""The part `machine`: which GPU, driver and torch there are, and whether torch computes on the GPU."""
+"""The part `machine`: the GPU, its driver and torch, and a check that torch computes on the GPU."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def run(record: Record, device: Device, folder: Path) -> None:
         total_mib,
         unit="MiB",
         source="nvidia-smi",
-        within=0.03,  # the driver keeps some
+        within=0.03,  # the driver reserves some memory
     )
 
 
 def _product(record: Record, device: Device) -> None:
-    """Compare a product in bf16 on the device with one in double precision on the CPU."""
+    """Compare a matrix product in bf16 on the device with the product in float64 on the CPU."""
     torch.manual_seed(0)
     left, right = torch.randn(256, 256), torch.randn(256, 256)
     exact = left.bfloat16().double() @ right.bfloat16().double()
@@ -61,7 +61,7 @@ def _product(record: Record, device: Device) -> None:
 
 
 def uuid(device: Device) -> str:
-    """Return the UUID of the GPU, without the prefix `GPU-`; "" if torch does not say it."""
+    """Return the UUID of the GPU without the prefix `GPU-`, or "" if torch does not know it."""
     if device.pretend:
         return ""
     return str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))

@@ -1,4 +1,4 @@
-"""The part `memory`: snapshots of the allocator, and running out of memory, beside torch's own statistics."""
+"""The part `memory`: memory snapshots and out-of-memory errors, compared with torch's own statistics."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tools.gpu.trace_files import artifacts
 
 MB = 1 << 20
 BLOCK = 128 * MB
-"""A multiple of 2 MB, so that the allocator's blocks are as large as the requests."""
+"""Bytes of a request: a multiple of 2 MB, so that the allocator's block has the same size."""
 STATISTICS = "torch.cuda's memory statistics"
 
 
 def run(record: Record, device: Device, folder: Path) -> None:
     with standing_in() if device.pretend else nullcontext() as allocator:
         memory = Memory(allocator)
-        memory.take(BLOCK)  # CUDA is in use from now on
+        memory.take(BLOCK)  # initialize CUDA
         snapshot(record, memory, folder / "window")
         shortage_in_a_window(record, memory, folder / "window")
         shortage_at_any_step(record, memory, folder / "any_step")
@@ -42,16 +42,16 @@ def run(record: Record, device: Device, folder: Path) -> None:
 
 
 class Memory:
-    """Memory of the device, in blocks of bytes."""
+    """Memory of the device, or of the stand-in `allocator`."""
 
     def __init__(self, allocator: Allocator | None) -> None:
         self._allocator = allocator
 
     def take(self, size: int) -> object:
-        """Allocate `size` bytes.
+        """Allocate `size` bytes, and return the object that holds them.
 
         Raises:
-            torch.OutOfMemoryError: there are not so many.
+            torch.OutOfMemoryError: fewer bytes are free.
         """
         if self._allocator is not None:
             return self._allocator.allocate(size)
@@ -65,7 +65,7 @@ def config(folder: Path, **settings: object) -> ProfileConfig:
 
 
 def snapshot(record: Record, memory: Memory, folder: Path) -> None:
-    """Record a step that holds eight blocks at its peak, and read its summary and its snapshot."""
+    """Record a step that holds eight blocks at its peak. Check its summary, its snapshot and its report."""
     torch.cuda.reset_peak_memory_stats()
     window = config(folder, steps=[1], tool="cuda_memory")
     with capture(1, config=window, role="actor", rank=0) as opened:
@@ -88,7 +88,7 @@ def snapshot(record: Record, memory: Memory, folder: Path) -> None:
 
 
 def blocks_of(memory: Memory, count: int) -> list[object]:
-    """Allocate blocks in the middle of 40 ms: torch's times and those of spans have clocks of their own."""
+    """Allocate blocks, with 20 ms of pause before and after: torch and spans use different clocks."""
     time.sleep(0.02)
     blocks = [memory.take(BLOCK) for _ in range(count)]
     time.sleep(0.02)
@@ -144,7 +144,7 @@ def _read_report(record: Record, step: Path) -> None:
 
 
 def shortage_in_a_window(record: Record, memory: Memory, folder: Path) -> None:
-    """Run out of a limited share of the memory in a recorded step, catch that, and go on."""
+    """Run out of a limited share of the memory in a captured step, catch the error, and check the record."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
     share = (torch.cuda.memory_reserved() + 8 * BLOCK + BLOCK // 2) / total
@@ -160,7 +160,7 @@ def shortage_in_a_window(record: Record, memory: Memory, folder: Path) -> None:
                 except torch.OutOfMemoryError as error:
                     caught, allocated = type(error).__name__, torch.cuda.memory_allocated()
                 blocks.clear()
-            memory.take(BLOCK)  # recovered
+            memory.take(BLOCK)  # works again
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     opened.result.wait(60)
@@ -199,7 +199,7 @@ def shortage_in_a_window(record: Record, memory: Memory, folder: Path) -> None:
 
 
 def shortage_at_any_step(record: Record, memory: Memory, folder: Path) -> None:
-    """Ask for twice the device's memory at a step that is not captured, and read the record of that."""
+    """Ask for twice the device's memory in a step that is not captured, and check the record of the error."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     any_step = config(folder, steps=[100], cuda_memory={"oom_any_step": "snapshot"})

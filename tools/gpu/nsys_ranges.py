@@ -1,6 +1,6 @@
-"""The part `nsys`: two captured steps under a real Nsight Systems, if the machine has one.
+"""The part `nsys`: two captured steps under Nsight Systems, if it is installed.
 
-As a program, this file is what nsys starts: `python -m tools.gpu.nsys_ranges FOLDER`.
+nsys starts this module as a program: `python -m tools.gpu.nsys_ranges FOLDER`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def profile(folder: Path) -> ProfileConfig:
 
 
 def _read(record: Record, nsys: str, file: Path, export: Path, step: int, own_ms: float) -> None:
-    """Compare the range of a stage in nsys' own export with CUDA events around that stage."""
+    """Compare the range of a stage in nsys' own export with the time by CUDA events around the stage."""
     convert = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(file)]
     subprocess.run(convert, check=True)
     with closing(sqlite3.connect(export)) as tables:
@@ -73,7 +73,7 @@ def _read(record: Record, nsys: str, file: Path, export: Path, step: int, own_ms
 
 
 def program(folder: Path) -> None:
-    """Train five steps, two of them captured, and write the times of these by CUDA events."""
+    """Train five steps, capture two of them, and write the times of all by CUDA events."""
     trainer, config = small(Device(pretend=False)), profile(folder)
     own: dict[int, float] = {}
     for step in range(5):

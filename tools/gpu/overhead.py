@@ -1,4 +1,7 @@
-"""The part `overhead`: a captured step beside a bare torch.profiler and no profiler, in turning order."""
+"""The part `overhead`: times of a step in a capture, under bare torch.profiler and without a profiler.
+
+The alternatives take turns in changing order.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tools.gpu.trainer import small
 ALONE, CAPTURED, SPANS = "no profiler", "capture", "capture, spans alone"
 GOAL = 1.05
 SECONDS = 45.0
-"""Time for all rounds on a GPU."""
+"""Total time of all rounds on a GPU."""
 
 
 def run(record: Record, device: Device, folder: Path) -> None:
@@ -33,7 +36,10 @@ def run(record: Record, device: Device, folder: Path) -> None:
     numbers = count()
 
     def timed(name: str, around: Callable[[], AbstractContextManager[object]]) -> Callable[[], float]:
-        """Return a contender: the ms of opening, step and closing. What is written meanwhile comes later."""
+        """Return a function that runs a step in `around()`, and returns the ms with opening and closing.
+
+        The wait for the capture's files is not included.
+        """
 
         def once() -> float:
             device.synchronize()
@@ -81,7 +87,7 @@ def run(record: Record, device: Device, folder: Path) -> None:
 
 
 class Bare:
-    """torch.profiler, started and stopped by hand, with the activities of a capture."""
+    """torch.profiler without stepscope, with the activities of a capture."""
 
     def __init__(self, device: Device) -> None:
         kinds = torch.profiler.ProfilerActivity
@@ -96,7 +102,7 @@ class Bare:
 
 
 def _same_work(record: Record, device: Device, folder: Path) -> None:
-    """Make sure that both sides recorded the same kernels: otherwise their times compare nothing."""
+    """Check that a capture and bare torch.profiler record the same kernels, so that times are comparable."""
     trainer = small(device)
     for _ in range(3):
         trainer.step()

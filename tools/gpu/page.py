@@ -11,11 +11,11 @@ from tools.gpu.results import Result
 
 PRETENDED = "pretended: nothing ran on a GPU"
 LARGEST_BYTES = 15 << 20
-"""Size of all files together. The folder stays under 16 MB."""
+"""Limit of the size of all files together, so that the folder stays under 16 MB."""
 
 
 def write_results(folder: Path, results: Sequence[Result], *, pretend: bool, files: Sequence[str]) -> None:
-    """Write both files. They are complete after each part, so that an interrupted run leaves its results."""
+    """Write both files. The command does so after each part, so that an interrupted run leaves results."""
     whole = {
         "format": 1,
         "pretend": pretend,
@@ -69,7 +69,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
 
 
 def keep_small(folder: Path, first_to_go: Sequence[str]) -> list[str]:
-    """Delete files in this order until the folder is small enough. Return the deleted ones."""
+    """Delete files in the order of `first_to_go` until the folder is small enough. Return their names."""
     gone = []
     for name in first_to_go:
         if sum(file.stat().st_size for file in folder.iterdir()) <= LARGEST_BYTES:

@@ -13,8 +13,8 @@ from tools.repository import ROOT
 
 
 def main(name: str, folder: Path, limit_s: float, *, pretend: bool) -> None:
-    faulthandler.dump_traceback_later(limit_s - GRACE_S)  # a part that hangs shows where
-    sys.path.append(str(ROOT / "benchmarks"))  # scripts that import each other by name
+    faulthandler.dump_traceback_later(limit_s - GRACE_S)  # a part that hangs prints its stacks
+    sys.path.append(str(ROOT / "benchmarks"))  # for scripts that import each other by name
     part = next(part for part in PARTS if part.name == name)
     record = Record(folder / "result.json", Result(name, part.title, limit_s=limit_s, on_a_gpu=not pretend))
     from tools.gpu.device import Device

@@ -1,4 +1,4 @@
-"""The parts of the run, and each one's process with its time limit."""
+"""The parts of the run, and the process of each part with its time limit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tools.gpu.results import Result, read_result
 from tools.repository import ROOT
 
 TOTAL_S = 480.0
-"""Limit of the whole command. What is left of it limits each part too."""
+"""Limit of the whole command. A part may not take longer than the rest of this time."""
 GRACE_S = 5.0
-"""Time that a part has after its stacks are in the log."""
+"""Time from the dump of a part's stacks to the end of the part."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ PARTS = (
 
 
 def run_part(part: Part, work: Path, log: Path, *, until: float, pretend: bool, paths: list[str]) -> Result:
-    """Run a part in a process of its own. It ends at its limit, together with all that it started.
+    """Run a part in a separate process. At its limit, the process and its children are killed.
 
     Args:
         work: Empty folder of the part.
-        log: File to which its output is appended.
+        log: File to which the part's output is appended.
         until: Monotonic time at which the whole command ends.
         paths: Folders for PYTHONPATH.
     """
@@ -89,7 +89,7 @@ def _environment(work: Path, paths: list[str]) -> dict[str, str]:
 
 
 def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Wait for the end of a process, then end its group. Return its exit code; None: it was too slow."""
+    """Wait for a process, then kill its group. Return the exit code, or None if it reached its limit."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # it left nothing behind
+            pass  # no child is left
         process.wait()
 
 

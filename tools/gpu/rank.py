@@ -2,8 +2,8 @@
 
     python -m tools.gpu.rank FOLDER RANK STEPS GROUP DEVICE
 
-Both ranks share the GPU. gloo averages their gradients. Rank 0 records all with torch.profiler; rank 1
-records its replica, as an in-process engine.
+Both ranks share the GPU, and gloo averages their gradients. Rank 0 records its whole steps with
+torch.profiler. Rank 1 records its replica as an in-process engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tools.gpu.device import Device
 RANKS = 2
 SEED = 0
 PROBLEMS = task.OPERATIONS[:14]
-"""The lengths of the problems of a step: not the longest two, so that a trace stays small."""
+"""Numbers of operations of a step's problems, without the two longest problems to keep traces small."""
 ITERATIONS = 60
 """Forward passes of the replica that rank 1 records."""
 
 
 @dataclass
 class Own:
-    """The user's own record of a step."""
+    """Times and counts of a step that the loop takes without stepscope."""
 
     step: int
     wall_ms: float
@@ -51,7 +51,7 @@ class Own:
     trajectories: int
     reward: float
     problems: list[str] = field(default_factory=list)
-    """Problems of the manifest, once the files are written."""
+    """Problems in the manifest of the step."""
 
 
 class Rank:
@@ -61,7 +61,7 @@ class Rank:
         self.actor = ActorWorker(rank, RANKS, SEED)
         self.reference = ReferenceWorker()
         self.replica = RolloutReplica(SEED)
-        # The agent loop calls an actor of Ray. This one is in the same process.
+        # The agent loop calls a Ray actor. This stand-in for its handle calls the replica in this process.
         handle = SimpleNamespace(generate=SimpleNamespace(remote=self.replica.generate))
         self.handle = cast(Any, handle)
         self.version = 0
@@ -100,7 +100,7 @@ class Rank:
         )
 
     async def _rollout(self, number: int, calculator: Calculator) -> list[Trajectory]:
-        """Play all attempts at this rank's half of the problems at once."""
+        """Play all attempts at this rank's half of the problems concurrently."""
         problems = [task.make_problem(self.rng, operations) for operations in PROBLEMS]
         attempts = [
             play(f"step{number}-problem{index}-{attempt}", problem, self.handle, calculator, self.version)
@@ -121,7 +121,7 @@ class Rank:
 
 
 def profile(folder: Path, steps: int) -> ProfileConfig:
-    """Return a configuration for the second and the last step."""
+    """Return a configuration that captures the second and the last step."""
     return ProfileConfig.from_mapping(
         {
             "save_path": str(folder),

@@ -1,4 +1,4 @@
-"""Results of a part: checks against independent sources, figures and notes."""
+"""Results of a part: comparisons with independent sources, figures and notes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 BUSY_MS = 500.0
-"""Allowed difference of times with `--pretend`: a busy CPU may stop the process between two clocks."""
+"""Allowed difference of times with `--pretend`: on a busy CPU, a process may wait between two readings."""
 State = Literal["running", "passed", "failed", "late", "absent"]
 
 
 @dataclass
 class Check:
-    """One comparison of stepscope's value with that of an independent source."""
+    """One comparison of stepscope's value with the value of an independent source."""
 
     what: str
     ours: str
@@ -25,13 +25,13 @@ class Check:
 
 @dataclass
 class Goal:
-    """A timing and its limit. A missed goal fails no part: the machine may be busy."""
+    """A measured time and its limit. A missed goal does not fail the part, since the machine may be busy."""
 
     what: str
     value: float
     limit: float
     judged: bool
-    """False if nothing ran on a GPU."""
+    """False with `--pretend`."""
 
     def __str__(self) -> str:
         met = ("met" if self.value <= self.limit else "MISSED") if self.judged else "not judged"
@@ -40,7 +40,7 @@ class Goal:
 
 @dataclass
 class Result:
-    """The result of one part, as it is in `gpu.json`."""
+    """The result of one part, with the fields of `gpu.json`."""
 
     name: str
     title: str
@@ -60,12 +60,12 @@ class Result:
 
     @property
     def sources(self) -> list[str]:
-        """Return the independent sources that agreed."""
+        """Return the independent sources that agreed in at least one check."""
         return list(dict.fromkeys(check.source for check in self.checks if check.agrees))
 
 
 class Record:
-    """The result of the part that runs in this process. It is on disk after each addition."""
+    """The result of the part in this process, written to its file after each addition."""
 
     def __init__(self, file: Path, result: Result) -> None:
         self.result = result
@@ -94,7 +94,7 @@ class Record:
 
         Args:
             within: Allowed difference, as a share of the independent value.
-            beyond: Allowed difference in `unit`, added to that.
+            beyond: Further allowed difference, in `unit`.
         """
         if unit == "ms" and not self.result.on_a_gpu:
             beyond += BUSY_MS
@@ -115,7 +115,7 @@ class Record:
         self.write()
 
     def absent(self, reason: str) -> None:
-        """End the part without a failure: what it needs does not exist on this machine."""
+        """Mark the part as absent, which is not a failure: the machine lacks something that it needs."""
         self.result.state = "absent"
         self.note(reason)
 
@@ -129,7 +129,7 @@ def read_result(file: Path) -> Result:
     """Return the result that a part wrote.
 
     Raises:
-        OSError, ValueError: the part wrote none.
+        OSError, ValueError: the file does not exist or is incomplete.
     """
     fields = json.loads(file.read_text())
     checks = [Check(**check) for check in fields.pop("checks")]

@@ -1,4 +1,4 @@
-"""Readings of nvidia-smi, as a source that is independent of NVML's Python package."""
+"""Readings of nvidia-smi, which are independent of the Python package that stepscope uses for NVML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Reading = dict[str, float | None]
 
 
 def query(smi: Sequence[str], fields: Sequence[str], gpu: str | None = None) -> list[dict[str, str]]:
-    """Return the values of the fields for each GPU, or for one by its number.
+    """Return {field: value} for each GPU, or only for the GPU with number or UUID `gpu`.
 
     Raises:
         OSError: nvidia-smi does not start, or fails.
@@ -27,7 +27,7 @@ def query(smi: Sequence[str], fields: Sequence[str], gpu: str | None = None) -> 
 
 
 def number(text: str) -> float | None:
-    """Return the number, or None for `[N/A]` and the like."""
+    """Return a value as a number, or None for `[N/A]` and similar texts."""
     try:
         return float(text)
     except ValueError:
@@ -35,11 +35,11 @@ def number(text: str) -> float | None:
 
 
 class Readings:
-    """Readings of one GPU, in a thread, until the end of the block."""
+    """Readings of one GPU, which a thread takes until the end of the block."""
 
     def __init__(self, smi: Sequence[str], fields: Sequence[str], gpu: str, interval_s: float) -> None:
         self.rows: list[tuple[int, Reading]] = []
-        """Unix ns and the values."""
+        """(unix ns, {field: value}) of each reading."""
         self.error: str | None = None
         self._arguments = (list(smi), list(fields), gpu)
         self._interval_s = interval_s
@@ -55,7 +55,7 @@ class Readings:
         self._thread.join(20)
 
     def median(self, field: str, start_ns: int, end_ns: int) -> float | None:
-        """Return the median of a field between two times; None if nothing was read."""
+        """Return the median of a field between two times, or None without a reading."""
         values = [row[field] for at_ns, row in self.rows if start_ns <= at_ns <= end_ns]
         numbers = [value for value in values if value is not None]
         return statistics.median(numbers) if numbers else None

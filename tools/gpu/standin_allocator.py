@@ -1,7 +1,7 @@
-"""Stand-in for torch's caching allocator of CUDA, for `--pretend`.
+"""Stand-in for torch's CUDA caching allocator, for `--pretend`.
 
-It keeps no memory. It has the functions, the snapshot and the order of events of the real one, as
-`torch.cuda.memory._snapshot` documents them: so it shows that a part runs, and nothing of CUDA.
+The stand-in allocates no memory. Its functions, its snapshot and the order of its events are the documented
+ones of `torch.cuda.memory._snapshot`. A run over it shows that the part works, and nothing about CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOTAL = 8 << 30
 
 
 class Block:
-    """Allocated memory. Its end gives it back."""
+    """Allocated memory. The block is freed when this object is deleted."""
 
     def __init__(self, allocator: Allocator, address: int, size: int) -> None:
         self._allocator, self.address, self.size = allocator, address, size
@@ -34,7 +34,7 @@ class Allocator:
         self.limit = TOTAL
         self.live: dict[int, int] = {}
         self.cached: dict[int, int] = {}
-        """Blocks that were given back: {address: bytes}."""
+        """{address: bytes} of freed blocks."""
         self.most = 0
         self._next = 1 << 21
 
@@ -115,7 +115,7 @@ class Allocator:
 
 @contextmanager
 def standing_in() -> Iterator[Allocator]:
-    """Put a stand-in into the place of torch's allocator."""
+    """Replace torch's allocator by a stand-in during the block."""
     allocator = Allocator()
     cuda: Any = torch.cuda
     functions: Sequence[tuple[Any, str, Any]] = (

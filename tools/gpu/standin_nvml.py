@@ -1,7 +1,7 @@
 """Stand-in for NVIDIA's package nvidia-ml-py, for `--pretend`: one GPU, with the values of `standin_smi`.
 
-The constants are those of the package. Like NVML's first version of the call, `used` holds what the driver
-reserves too.
+The constants have the package's values. As in the old NVML call, `used` includes memory that the driver
+reserves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _value(field: str) -> float:
 
 
 def library() -> Any:
-    """Return the functions and constants that stepscope uses of the module `pynvml`."""
+    """Return a module `pynvml` with the functions and constants that stepscope uses."""
     return SimpleNamespace(
         NVMLError=type("NVMLError", (Exception,), {}),
         NVML_CLOCK_SM=1,
@@ -47,6 +47,6 @@ def library() -> Any:
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Put the stand-in into the place of the package, and let its driver seem to be there."""
+    """Replace the package by the stand-in during the block, and make a driver appear to be installed."""
     with patch.dict(sys.modules, {"pynvml": library()}), patch.object(devices, "DRIVER", __file__):
         yield

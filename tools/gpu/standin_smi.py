@@ -1,4 +1,4 @@
-"""Stand-in for nvidia-smi, for `--pretend`: prints made-up values of the fields that it is asked for.
+"""Stand-in for nvidia-smi, for `--pretend`, which prints made-up values of the requested fields.
 
 python standin_smi.py --query-gpu=name,power.draw --format=csv,noheader,nounits
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel, copy or fill on a device; with `--pretend` one operator."""
+    """One kernel, copy or fill on a device, or with `--pretend` one operator on the CPU."""
 
     name: str
     start_ns: int
@@ -22,7 +22,7 @@ class Work:
 
 
 def artifacts(step: Path, kind: str) -> dict[str, Path]:
-    """Return {stage: file} of the files of a kind in a step. The stage of a whole capture is ""."""
+    """Return {stage: file} for the files of a kind in a step. The stage is "" for a whole step's file."""
     files = {}
     for sidecar in sorted(step.rglob("*.meta.json")):
         artifact: dict[str, Any] = json.loads(sidecar.read_text())["artifact"]
@@ -32,7 +32,7 @@ def artifacts(step: Path, kind: str) -> dict[str, Path]:
 
 
 def work_in(file: Path, categories: Iterable[str]) -> list[Work]:
-    """Return the events of these categories in a trace, by their start."""
+    """Return the events of these categories in a trace, sorted by start."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         trace = json.load(stream)
     base_ns, wanted = int(trace.get("baseTimeNanoseconds", 0)), set(categories)
@@ -48,18 +48,18 @@ def _work(event: dict[str, Any], base_ns: int) -> Work:
 
 
 def counts(works: Iterable[Work]) -> Counter[str]:
-    """Return how often each kernel ran, or with `--pretend` each operator of torch, without our markers."""
+    """Return how often each kernel or operator ran, by name, without stepscope's markers."""
     return Counter(work.name for work in works if not work.name.startswith("actor."))
 
 
 def shown(works: Iterable[Work]) -> str:
-    """Return the number of kernels, and of their names."""
+    """Return the number of kernels and the number of their names, as a text."""
     counted = counts(works)
     return f"{counted.total()} of {len(counted)} names"
 
 
 def busy_ns(works: Iterable[Work]) -> int:
-    """Return the time in which at least one of them ran."""
+    """Return the time in which at least one of `works` ran."""
     total_ns = until_ns = 0
     for work in sorted(works, key=lambda work: work.start_ns):
         total_ns += max(0, work.end_ns - max(work.start_ns, until_ns))

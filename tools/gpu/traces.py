@@ -1,4 +1,4 @@
-"""The part `traces`: what torch traces say of kernels, in both modes, beside CUDA events and bare torch."""
+"""The part `traces`: kernels in torch traces of both modes, compared with CUDA events and torch.profiler."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tools.gpu.trainer import OwnTimes, Trainer, large
 
 BARE = "bare torch.profiler"
 SLACK_MS = 0.5
-"""Allowed time from the user's event to the first kernel, and from the last one to the event."""
+"""Allowed ms between a stage's own times and the times of its first and last kernel."""
 
 
 def run(record: Record, device: Device, folder: Path) -> None:
     trainer = large(device)
     for _ in range(3):
-        trainer.step()  # libraries choose their kernels
+        trainer.step()  # warm-up: libraries choose their kernels
     bare = by_hand(trainer, folder / "bare.json")
-    bare = by_hand(trainer, folder / "bare.json")  # the first one started Kineto
+    bare = by_hand(trainer, folder / "bare.json")  # again, since the first recording started Kineto
     record.figure("kernels of a step", len(bare))
     continuous(record, trainer, folder / "continuous", bare)
     discrete(record, trainer, folder / "discrete", bare)
 
 
 def by_hand(trainer: Trainer, file: Path) -> list[Work]:
-    """Return the work of a step on the device, as a bare torch.profiler records it."""
+    """Run a step under bare torch.profiler, and return its work on the device."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if not trainer.device.pretend:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -43,7 +43,7 @@ def by_hand(trainer: Trainer, file: Path) -> list[Work]:
 
 
 def captured(trainer: Trainer, folder: Path, mode: str) -> Path:
-    """Capture one step and return its folder."""
+    """Run a step in a capture, and return the folder of the step."""
     config = ProfileConfig.from_mapping(
         {"save_path": str(folder), "steps": [1], "mode": mode, "counters": "off"}
     )
@@ -92,7 +92,7 @@ def discrete(record: Record, trainer: Trainer, folder: Path, bare: Sequence[Work
 
 
 def _stage(record: Record, device: Device, what: str, works: Sequence[Work], own: OwnTimes) -> None:
-    """Compare the work of one stage with the user's own clocks."""
+    """Compare the work of one stage with times that were taken without stepscope."""
     if not works:
         record.check(what, "no kernel", "some", source=device.clock, agrees=False)
         return
@@ -117,7 +117,7 @@ def _stage(record: Record, device: Device, what: str, works: Sequence[Work], own
 
 
 def _report(record: Record, trainer: Trainer, step: Path, works: Sequence[Work]) -> None:
-    """Compare the report of a step with its trace, read by hand, and with the user's own clock."""
+    """Compare the report of a step with the events of its trace, and with times taken without stepscope."""
     timeline = load_step(step)
     report = step_report(timeline, load_traces(step, timeline))
     for own in trainer.own:

@@ -1,4 +1,4 @@
-"""A training step in bf16 with two decorated stages, each timed by the user's own clocks too."""
+"""A training step in bf16 with two decorated stages. Each stage is also timed without stepscope."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tools.gpu.device import Device
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """One run of a stage by the user's own clocks."""
+    """Times of one run of a stage, taken without stepscope."""
 
     stage: str
     start_ns: int
-    """Unix ns, with the device idle."""
+    """Unix ns, read while the device is idle."""
     end_ns: int
     device_ms: float
-    """From the first to the last work on the device: CUDA events, or the clock of the CPU."""
+    """Time from the first to the last work on the device, by CUDA events, or by the clock of the CPU."""
 
 
 class Trainer:
@@ -38,7 +38,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.rows = torch.randn(rows, width, device=device.torch, dtype=torch.bfloat16)
         self.own: list[OwnTimes] = []
-        """Times of the stages of the latest step."""
+        """Times of the stages in the latest step."""
 
     def step(self) -> None:
         self.own.clear()
@@ -55,7 +55,7 @@ class Trainer:
     def update_actor(self) -> None:
         with self._timed("update_actor"):
             self.optimizer.zero_grad()
-            cast("Callable[[], None]", self.loss().backward)()  # torch: without types
+            cast("Callable[[], None]", self.loss().backward)()  # torch has no type for this
             self.optimizer.step()
 
     def loss(self) -> Tensor:
@@ -73,7 +73,7 @@ class Trainer:
 
 
 def large(device: Device) -> Trainer:
-    """Return a trainer whose time is that of large matrix products."""
+    """Return a trainer that spends its time in large matrix products."""
     return Trainer(device, width=device.size(4096, 64), layers=device.size(8, 4), rows=device.size(8192, 64))
 
 

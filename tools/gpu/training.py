@@ -1,4 +1,4 @@
-"""The part `training`: the demo's trainer and in-process rollout on two processes, and the run's report."""
+"""The part `training`: the demo's trainer and in-process rollout in two processes, and the run's report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.gpu.results import Record
 from tools.gpu.trace_files import work_in
 
 KEPT = "kept"
-"""Folder below the part's own: files for the output."""
+"""Folder in the part's folder, whose files are copied to the output."""
 
 
 def run(record: Record, device: Device, folder: Path) -> None:
@@ -39,7 +39,7 @@ def run(record: Record, device: Device, folder: Path) -> None:
 
 
 def _train(root: Path, steps: int, group: int, device: Device) -> list[list[Own]]:
-    """Run both ranks, and return what each recorded by itself."""
+    """Run both ranks, and return the times and counts that each rank took without stepscope."""
     root.mkdir(parents=True)
     processes = [
         subprocess.Popen(
@@ -59,7 +59,7 @@ def _train(root: Path, steps: int, group: int, device: Device) -> list[list[Own]
 
 
 def _compare(record: Record, device: Device, timeline: Timeline, rank: int, own: Own) -> None:
-    """Compare the spans of one rank with its own clocks and counts."""
+    """Compare the spans of one rank with the times and counts that it took without stepscope."""
     spans = [span for span in timeline.spans if timeline.processes[span.process].info.rank == rank]
     (update,) = (span for span in spans if span.stage == "update_actor")
     record.near(
@@ -101,7 +101,7 @@ def _tokens(spans: Sequence[Span]) -> int:
 
 
 def _traces(record: Record, device: Device, step: Path) -> None:
-    """Make sure that the trainer of rank 0 and the replica of rank 1 left work of the device."""
+    """Check that the traces of rank 0's trainer and of rank 1's replica have work of the device."""
     files = sorted(file for file in step.rglob("*.json.gz") if "traces" in file.parts)
     works = {str(file.relative_to(step / "traces")): len(work_in(file, device.work)) for file in files}
     record.equal("traces of the last step", len(works), RANKS, source="the configuration")
@@ -111,7 +111,7 @@ def _traces(record: Record, device: Device, step: Path) -> None:
 
 
 def _pages(record: Record, root: Path, last: Path, kept: Path) -> None:
-    """Make the report, its pages and the timeline with the command line, and keep them."""
+    """Run `stepscope report` and `stepscope merge`, and copy their files to `kept`."""
     kept.mkdir()
     command = [sys.executable, "-m", "stepscope"]
     text = subprocess.run([*command, "report", "--full", str(root)], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""A folder of wheels for a machine without a network, and their installation into a folder there."""
+"""Download wheels for a machine without a network, and install them there into a folder."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ CORE = (
     "rich>=13",
     "stringzilla>=5",
 )
-"""Requirements of `stepscope[cli]`: of stepscope and stepscope-report."""
+"""Requirements of stepscope and stepscope-report."""
 TESTS = ("pytest>=9", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "hypothesis>=6.100", "hatchling>=1.27")
 OLD_PYTHON = ("tomli", "exceptiongroup", "backports.asyncio.runner")
-"""Requirements of `TESTS` on Python 3.10. pip downloads none for another Python than its own."""
+"""Dependencies of `TESTS` on Python 3.10. They are listed because pip reads conditions such as
+`python_version < "3.11"` for its own Python, even if it downloads for another."""
 BESIDE_TORCH = ("nvidia-ml-py>=12.535", "nvtx>=0.2.11", "numpy>=2")
-"""Packages that a machine with torch often has. Its own ones stay in use."""
+"""Packages that a machine with torch often has. They are installed only if they are absent."""
 GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34)
-"""Minor versions in the names of wheels. pip takes no other wheels than those."""
+"""Minor versions of glibc in the tags of wheels. pip accepts only the tags that it is given."""
 
 
 def fill(folder: Path, python: str) -> bool:
-    """Download the wheels for Linux, for a Python such as `3.12`. Return whether that succeeded."""
+    """Download the wheels for Linux and a Python such as `3.12`. Return whether all were found."""
     machine = platform.machine()
     tags = [*(f"manylinux_2_{minor}_{machine}" for minor in GLIBC), f"manylinux2014_{machine}"]
     if machine == "x86_64":
@@ -51,7 +52,7 @@ def fill(folder: Path, python: str) -> bool:
 
 
 def install(wheels: Path, target: Path) -> str | None:
-    """Install the core of this checkout and what the parts need. Return pip's output if that fails."""
+    """Install stepscope, stepscope-report and the parts' requirements. Return pip's output if that fails."""
     command = [
         *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index"),
         *(
@@ -64,7 +65,7 @@ def install(wheels: Path, target: Path) -> str | None:
             "--quiet",
         ),
         *(
-            f"{ROOT / 'packages' / 'core'}[cli]",  # first: older versions of pip search the index otherwise
+            f"{ROOT / 'packages' / 'core'}[cli]",  # before `report`, or old versions of pip search the index
             str(ROOT / "packages" / "report"),
             *TESTS,
             *absent(BESIDE_TORCH),
@@ -75,7 +76,7 @@ def install(wheels: Path, target: Path) -> str | None:
 
 
 def absent(requirements: Sequence[str]) -> list[str]:
-    """Return the requirements whose packages this Python does not have, in any version."""
+    """Return the requirements whose packages are not installed in any version."""
     return [requirement for requirement in requirements if not _installed(requirement.partition(">=")[0])]
 
 

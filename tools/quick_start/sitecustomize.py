@@ -1,7 +1,7 @@
-"""A setting of Python's collector in each process of the tests on real engines, made before all else.
+"""Make Python's garbage collector run less often in the processes of tests on real engines.
 
-An import of SGLang or vLLM makes a million objects, of which next to none is garbage. Python's collector
-looks at them again and again meanwhile: a fifth of 14 s, in each of an engine's processes.
+An import of SGLang or vLLM makes a million objects, and almost none is garbage. With the default thresholds,
+the collector took a fifth of the 14 s of this import, in each process of an engine.
 """
 
 import gc
