@@ -1,1 +1,1 @@
-"""Records of everything on disk: the contract between stepscope, which writes them, and stepscope_report."""
+"""Records of all files on disk. stepscope writes them, and stepscope_report reads them."""

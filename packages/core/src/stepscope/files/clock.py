@@ -1,4 +1,4 @@
-"""Clock anchors and offsets on disk, the reading of an anchor, and the estimate of an offset.
+"""Readings of clocks, and offsets between the clocks of processes.
 
 All values are integer nanoseconds.
 """
@@ -13,52 +13,53 @@ import msgspec
 
 MOST = 1 << 62
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-MOST, le=MOST)]
-"""An integer as it is read back. stepscope writes none beyond these bounds, and no clock reaches them."""
+"""An integer in a file. Values beyond these bounds are invalid; clocks never reach them."""
 
 DRIFT_PPM = 200
-"""The largest assumed drift between the wall clocks of two hosts. Data sheets allow each oscillator 100 ppm
-from its nominal rate. A clock that is slewed faster is outside of the model.
-"""
+"""The largest assumed drift between the wall clocks of two hosts. Data sheets allow each oscillator to
+deviate by 100 ppm. A clock that is slewed faster is not modelled."""
 
 
 class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
-    """One simultaneous reading of a process' clocks; turns its monotonic times into wall-clock times.
+    """One simultaneous reading of a process' clocks, which converts its monotonic times to wall-clock times.
 
-    wall = mono - mono_ns + wall_ns, correct within `uncertainty_ns` (half the duration of the reading).
+    wall = mono - mono_ns + wall_ns, with an error of at most `uncertainty_ns` (half the duration of the
+    reading).
     """
 
     wall_ns: Int
-    """CLOCK_REALTIME, unix ns."""
+    """CLOCK_REALTIME in unix ns."""
     mono_ns: Int
-    """CLOCK_MONOTONIC, ns; the clock of spans."""
+    """CLOCK_MONOTONIC in ns, which spans use."""
     raw_ns: Int | None = None
-    """CLOCK_MONOTONIC_RAW, ns; the clock of some device profilers. None if the system has none."""
+    """CLOCK_MONOTONIC_RAW in ns, which some device profilers use; None if the system does not have this
+    clock."""
     uncertainty_ns: Int = 0
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """The lead of another process' wall clock over the owner's: owner_time = its_time - offset_ns."""
+    """How far another process' wall clock is ahead of the owner's: owner_time = its_time - offset_ns."""
 
     process: str
     """`ProcessInfo.key` of the other process."""
     offset_ns: Int
     uncertainty_ns: Int
-    """Half the round trip of the best exchange: the largest error (+-) of the offset at that moment."""
+    """Largest error of the offset, half the round trip of the best exchange."""
     at_mono_ns: Int
-    """Middle of the best exchange, on the owner's monotonic clock."""
+    """Time of the best exchange, its middle, on the owner's monotonic clock."""
 
 
 class Exchange(NamedTuple):
-    """One request and response, stamped with the wall clocks of both sides, in unix ns (as in NTP)."""
+    """Times of one request and its response, in unix ns by the wall clocks of both sides (as in NTP)."""
 
     sent_ns: int
-    """Time on our clock before the request left."""
+    """Time when the request was sent, on the clock of this process."""
     heard_ns: int
-    """Time on their clock when the request arrived."""
+    """Time when the request arrived, on the other clock."""
     answered_ns: int
-    """Time on their clock when the response left."""
+    """Time when the response was sent, on the other clock."""
     received_ns: int
-    """Time on our clock when the response arrived."""
+    """Time when the response arrived, on the clock of this process."""
 
     @property
     def round_trip_ns(self) -> int:
@@ -66,8 +67,8 @@ class Exchange(NamedTuple):
 
     @property
     def within_ns(self) -> int:
-        """Largest error of the offset in ns: half of the time on the way, with the drift of their clock while
-        they answered.
+        """Largest error of the offset: half of the time in transit and of the other clock's drift
+        meanwhile.
         """
         drifted_ns = abs(self.answered_ns - self.heard_ns) * DRIFT_PPM // 1_000_000
         return (self.round_trip_ns + drifted_ns + 1) // 2
@@ -78,20 +79,19 @@ class Exchange(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The lead of the other side's wall clock: its time = our time + `offset_ns`, +- `within_ns`."""
+    """The offset of another wall clock: its time = our time + `offset_ns`, +- `within_ns`."""
 
     offset_ns: int
     within_ns: int
     at_ns: int
-    """Time of the measurement on our clock, in unix ns."""
+    """Time of the measurement in unix ns, on the clock of this process."""
 
 
 def estimate_offset(exchanges: Iterable[Exchange]) -> Estimate | None:
-    """Return the offset of the other side's clock, from the exchange with the smallest `within_ns`.
+    """Return the offset of the other clock, from the exchange with the smallest `within_ns`.
 
-    A message that is slower in one direction shifts the offset by at most half of the time on the
-    way (RFC 5905).
-    Return None if there is no exchange, or if a clock was set back during each exchange.
+    If messages take longer in one direction, the offset is wrong by at most half of the time in transit (RFC
+    5905). Return None if there is no exchange, or if a clock was set back during every exchange.
     """
     usable = [exchange for exchange in exchanges if exchange.within_ns >= 0]
     if not usable:
@@ -104,7 +104,7 @@ _HAS_RAW = hasattr(time, "CLOCK_MONOTONIC_RAW")
 
 
 def read_anchor(tries: int = 5) -> ClockAnchor:
-    """Read all clocks `tries` times, and return the reading that took least time."""
+    """Read all clocks `tries` times, and return the fastest reading."""
     readings = list[tuple[int, int, int, int | None]]()
     for _ in range(tries):
         before = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """Records of `counters/*.jsonl`: one JSON object a line, distinguished by the field `kind`.
 
-A file is: one `header`, then `series` and `sample` lines, each series before its first sample, then one
-`end`. A file without `end` belongs to a process that did not close its capture; it lacks at most the last
-second. Times are CLOCK_MONOTONIC ns of the writing process, as in `spans/*.jsonl`.
+A file has one `header`, then `series` and `sample` lines (each series before its first sample), then one
+`end`. If a process did not close its capture, its file has no `end` and lacks at most the last second. Times
+are CLOCK_MONOTONIC of the writing process in ns, as in `spans/*.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from stepscope.files.clock import ClockAnchor, Int
 from stepscope.files.sidecar import ProcessInfo
 
 CounterKind: TypeAlias = Literal["level", "interval", "total"]
-"""Kind of a counter's values. `level`: the value at its time. `interval`: a value for the time since the
-previous sample. `total`: a value that only grows, of which the growth counts."""
+"""Kind of a counter's values. `level`: the value at the time of the sample. `interval`: a value for the time
+since the previous sample. `total`: a sum that only grows; its growth is of interest."""
 CounterScope: TypeAlias = Literal["process", "host"]
-"""The thing that a counter describes: a process, or its host, which one process of each host samples."""
+"""`process` if a counter describes its process. `host` if it describes the host, which one process of the
+host samples."""
 BLOCKED_NS = 100_000_000
-"""An event loop that is late by more than this is blocked."""
+"""An event loop counts as blocked if it is late by more than this."""
 IN = " in "
-"""Separator in `Series.of` of a blocked event loop: its thread, then the call that blocks it."""
+"""Separator in `Series.of` of a blocked event loop, between the loop's thread and the blocking call."""
 
-# Names of the counters by which a report judges; it shows all others as well.
+# Names of counters from which a report draws conclusions. It shows all other counters too.
 EVENT_LOOP = "event loop late"
 GC = "garbage collector"
 PROCESS_CPU = "process CPU"
@@ -57,13 +58,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field="kind"):
-    """One counter of one thing. `how` is its `CounterKind`."""
+    """One series of samples: one counter for one measured object."""
 
     series: Int
-    """Number of the series in this file."""
+    """Number of the series, unique in the file."""
     name: str
     of: str = ""
-    """The thing that is measured: `GPU 3`, `replica 0`. Empty if it is the process or its host."""
+    """The measured object: `GPU 3`, `replica 0`. Empty for the process or its host."""
     unit: str = ""
     how: CounterKind = "level"
     scope: CounterScope = "process"
@@ -72,7 +73,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field=
 class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="kind"):
     at_ns: Int
     values: dict[Int, float]
-    """{number of a series: value}. Series that were not due are left out."""
+    """{number of a series: value}. Series without a sample at this time are left out."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):

@@ -1,9 +1,9 @@
-"""Snapshots of CUDA's allocator and out-of-memory errors.
+"""Summaries of allocator snapshots, and records of CUDA's out-of-memory errors.
 
-The summary of a snapshot is a small JSON file for the report, beside the pickle.
+The summary of a snapshot is a small JSON file beside the snapshot, which is a pickle.
 
-A pickle can run code when it is read, so stepscope reads none. The recorded process writes the summary,
-because it has the snapshot in memory.
+Loading a pickle can run code, so the report does not load pickles. The recorded process, which has the
+snapshot in memory, writes the summary for the report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     bytes: int
     at_us: int | None
-    """Time of the allocation, unix us, or None if torch does not report it."""
+    """Time of the allocation in unix us, or None if torch does not report it."""
     where: int
     """Index in `DeviceMemory.frames`, or -1 if no stack was kept."""
 
@@ -36,11 +36,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     """The number of events in the allocator's history."""
     since_us: int | None
-    """Time of the first event, unix us. The memory before it is unknown."""
+    """Time of the first event in unix us. Earlier allocations are unknown."""
     cut: bool
-    """True if the history was full and lost its oldest events (`cuda_memory.max_entries`)."""
+    """True if the history was full, so that its oldest events were dropped (`cuda_memory.max_entries`)."""
     peak_bytes: int
-    """Largest number of bytes allocated at one time within the history."""
+    """Largest number of bytes that were allocated at one time within the history."""
     peak_us: int | None
     peak_reserved_bytes: int
     """Largest number of bytes that the allocator reserved on the device."""
@@ -48,17 +48,17 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     end_reserved_bytes: int
     """Bytes that the allocator had reserved when the snapshot was taken."""
     before_bytes: int
-    """The part of `peak_bytes` that was allocated before the first event."""
+    """Bytes of `peak_bytes` that were allocated before the first event."""
     blocks: tuple[Block, ...]
-    """The largest blocks of `peak_bytes`, in descending order."""
+    """The largest blocks at the peak, in descending order."""
     other_blocks: int
     other_bytes: int
     """Bytes of the smaller blocks, which are not listed."""
     frames: tuple[str, ...]
-    """The innermost frame outside of torch, for each stack: `model.py:41 forward`."""
+    """The innermost frame outside of torch of each stack: `model.py:41 forward`."""
     ooms: int
     oom_bytes: int | None
-    """Bytes of the first allocation that failed, or None if none failed."""
+    """Size of the first allocation that failed, or None if none failed."""
 
 
 class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One out-of-memory error: `oom/<process>_<n>.json`, with the snapshot beside it as `.pickle`."""
+    """One out-of-memory error: `oom/<process>_<run>_<n>.json`. The snapshot is beside it, as `.pickle`."""
 
     format: int = 1
     run_id: str
@@ -75,14 +75,15 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int
     """Time of the error in unix ns."""
     step: int | None
-    """The step of the open capture, else of the last step that began here; None if unknown."""
+    """The step of the open capture, else the last step that began in this process; None if unknown."""
     device: int
     asked_bytes: int
     limit_bytes: int
     """The memory of the device, or the share that `set_per_process_memory_fraction` allows."""
     free_bytes: int
     history: bool
-    """True if the snapshot holds the allocator's history with stacks; False if it holds only live blocks."""
+    """True if the snapshot contains the allocator's history with stacks; False if it contains only live
+    blocks."""
     snapshot: str | None
     """The file name of the snapshot. Open it at https://pytorch.org/memory_viz."""
     why_none: str | None = None
@@ -93,5 +94,5 @@ def write_out_of_memory(run: RunLayout, number: int, record: OutOfMemory) -> Non
 
 
 def read_out_of_memory(run: RunLayout) -> list[OutOfMemory]:
-    """Return all readable records, by time."""
+    """Return all readable records, ordered by time."""
     return sorted(read_records(run.oom.glob("[!.]*.json"), OutOfMemory), key=lambda record: record.at_ns)

@@ -1,4 +1,4 @@
-"""Paths of the output tree. No other module builds paths or file names in it."""
+"""Paths in the output folder. Only this module composes them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def safe(name: str) -> str:
-    """Return `name` as one path component, never empty, `.` or `..`.
+    """Return `name` as one path component that is not empty, `.` or `..`.
 
-    Each character that is no letter, digit, `.`, `_` or `-` becomes `-`.
+    Characters other than ASCII letters, digits, `.`, `_` and `-` are replaced by `-`.
     """
     cleaned = _UNSAFE.sub("-", name).strip(".")[:100]
     return cleaned or "unnamed"
 
 
 BEGAN, CAPTURED, FAILED = "began", "captured", "failed"
-"""First words of the lines in `RunLayout.reached`: a step began, is being captured, or could not be
-captured."""
+"""First words of the lines in `RunLayout.reached`: a step began, was captured, or could not be captured."""
 
 
 class RunLayout:
@@ -36,22 +35,25 @@ class RunLayout:
         self.root = Path(root)
         self.control = self.root / "control.json"
         self.removed = self.root / "removed.txt"
-        """List of the captured steps that retention removed, one on each line."""
+        """The file that lists the captured steps that were removed (`budget.keep_steps`), one on each
+        line."""
         self.oom = self.root / "oom"
-        """Snapshots and records of CUDA's out-of-memory errors."""
+        """The folder of snapshots and records of CUDA's out-of-memory errors."""
         self.otel = self.root / "otel"
-        """OTLP JSON files of other tracers, of which each step takes its own spans."""
+        """The folder of OTLP JSON files of other tracers. Each step uses the spans that belong to it."""
         self.listeners = self.root / "control"
         """The folder with a file for each process that polls `control`."""
         self.orders = self.root / "recorder"
         """The folder of the flight recorder's orders to write steps."""
         self.report = self.root / "report.html"
-        """The page of the whole run; each step has its own."""
+        """The report of the whole run. Each step has its own report too."""
         self.tables = self.root / "tables"
-        """The folder of a report's tables of all steps, as Parquet files."""
+        """The folder of the report's tables for all steps, as Parquet files."""
 
     def run(self, run_id: str) -> Path:
-        """Return `run.json`, or `run_<id>.json` for a further run in the same folder."""
+        """Return the path for a new run record: `run.json`, or `run_<id>.json` if the folder already has
+        another run.
+        """
         first = self.root / "run.json"
         return first if not first.exists() else self.root / f"run_{safe(run_id)}.json"
 
@@ -65,18 +67,18 @@ class RunLayout:
         return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.pickle"
 
     def tensorboard(self, run_id: str) -> Path:
-        """Return the folder of a run's curves, for `tensorboard --logdir`."""
+        """Return the folder of a run's figures for TensorBoard."""
         return self.root / "tensorboard" / safe(run_id)
 
     def listener(self, host: str, pid: int) -> Path:
         return self.listeners / f"{safe(host)}_pid{pid}.json"
 
     def claimed(self, request_id: str) -> Path:
-        """Return the file that holds the step which a request for `next` captures."""
+        """Return the file with the number of the step that a request for `next` captures."""
         return self.listeners / f"{safe(request_id)}.step"
 
     def uncaptured(self, process: ProcessInfo, run_id: str) -> Path:
-        """Return the file with durations of steps that this process did not capture."""
+        """Return the file with durations of the steps that this process did not capture."""
         return self.root / "uncaptured" / f"{_process_name(process)}_{safe(run_id)}.jsonl"
 
     def uncaptured_files(self) -> list[Path]:
@@ -86,7 +88,7 @@ class RunLayout:
         return self.orders / f"{safe(run_id)}_{safe(order_id)}.json"
 
     def states(self, order_id: str) -> Path:
-        """Return the folder for the states of processes that one order requested."""
+        """Return the folder for the process states that one order requested."""
         return self.orders / f"why_{safe(order_id)}"
 
     def state_of(self, process: ProcessInfo, order_id: str) -> Path:
@@ -97,13 +99,13 @@ class RunLayout:
         return self.root / f"steps_{safe(run_id)}.jsonl"
 
     def reached(self, run_id: str) -> Path:
-        """Return the file with a line for each event of a run whose loop is not edited: a step began, was
-        captured, or failed.
+        """Return the file with a line for each event of a run that is instrumented without an edit: a step
+        began, was captured, or could not be captured.
         """
         return self.root / f".reached_{safe(run_id)}"
 
     def outcome(self, run_id: str) -> dict[str, str]:
-        """Return the first line of each kind in `reached`: {`BEGAN` or another kind: text}."""
+        """Return the first line of each kind in `reached`: {`BEGAN`, `CAPTURED` or `FAILED`: text}."""
         try:
             lines = self.reached(run_id).read_text("utf-8").splitlines()
         except FileNotFoundError:
@@ -115,7 +117,7 @@ class RunLayout:
         return StepLayout(self.root / f"step_{step:06d}")
 
     def steps(self) -> dict[int, StepLayout]:
-        """Return the captured steps in the folder, by number, ascending."""
+        """Return {number: layout} of the captured steps in the folder, in ascending order."""
         layouts = {}
         for path in self.root.glob("step_*"):
             match = _STEP.fullmatch(path.name)
@@ -135,15 +137,17 @@ class StepLayout:
         self.counters = self.root / "counters"
         self.traces = self.root / "traces"
         self.states = self.root / "states"
-        """The states of processes at the moment of a hang or a signal."""
+        """The folder of process states at the moment of a hang or a signal."""
         self.otel = self.root / "otel"
-        """OTLP JSON files of other tracers. Those of the whole run are in `RunLayout.otel`."""
+        """The folder of OTLP JSON files of other tracers for this step. Files for the whole run are in
+        `RunLayout.otel`."""
         self.timeline = self.root / "timeline.json.gz"
         self.report = self.root / "report.html"
         self.tables = self.root / "tables"
         """The folder of the report's tables, as Parquet files."""
         self.digests = self.root / ".digests"
-        """The folder of contents of traces that a report read. Hidden, so that copies may leave it out."""
+        """The folder in which reports cache the content of traces. Hidden, so that copies may leave it
+        out."""
 
     @property
     def is_step(self) -> bool:
@@ -151,10 +155,8 @@ class StepLayout:
         return self.processes.is_dir() or self.spans.is_dir()
 
     def digest_of(self, names: Iterable[str]) -> Path:
-        """Return the path of one of `digests`. The length of its name does not depend on the traces'
-        names.
-        """
-        from hashlib import blake2b  # here: OpenSSL takes 4 MB, and plain traces need none
+        """Return the path of the digest of the traces `names`. Its length does not depend on the names."""
+        from hashlib import blake2b  # imported here: OpenSSL takes 4 MB, and plain traces need none
 
         key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         return self.digests / f"{key}.digest"
@@ -163,26 +165,28 @@ class StepLayout:
         """Return the path of the process' part of the manifest.
 
         Args:
-            run_id: Separates two runs in one folder.
-            capture: The number of this capture among those of the step in this process (a retried step).
+            run_id: Id of the run, because a folder may have several runs.
+            capture: Number of the capture. A step that is retried has several captures in one process.
         """
         return self.processes / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
 
     def capture_of(self, path: Path, process: ProcessInfo, run_id: str) -> int:
-        """Return the number of the capture that a file name ends with: `..._run`, `..._run-2`."""
+        """Return the number of the capture from a file name: 1 for `..._run`, 2 for `..._run-2`."""
         first = self.part_of(process, run_id).stem
         number = path.stem.removeprefix(f"{first}-")
         return int(number) if number != path.stem and number.isdecimal() else 1
 
     def has_part(self, name: str | None) -> bool:
-        """Return whether this host sees the manifest part with that file name. True if `name` is None."""
+        """Return whether this host sees the manifest part with the file name `name`. True if `name` is
+        None.
+        """
         return name is None or (self.processes / Path(name).name).exists()
 
     def has_part_of(self, process: str, run_id: str) -> bool:
-        """Return whether a process takes part in a capture of the step, as far as this host sees.
+        """Return whether this host sees a manifest part of the process for this step.
 
         Args:
-            process: `ProcessInfo.key`, or the end of it: `host_pid123`.
+            process: `ProcessInfo.key`, or the end of the key: `host_pid123`.
         """
         end = f"_pid{process.rpartition('_pid')[2]}_{safe(run_id)}"
         host = process.rpartition("_pid")[0].rpartition("_")[2]
@@ -192,7 +196,7 @@ class StepLayout:
             return False
 
     def logged(self, run_id: str, capture: int = 1) -> Path:
-        """Return the path of the mark that a rank has logged the summary of this capture of the step."""
+        """Return the path of an empty file. The rank that creates it logs the summary of this capture."""
         return self.processes / f"logged_{safe(run_id)}{_again(capture)}"
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
@@ -209,11 +213,11 @@ class StepLayout:
         return self.root / f"finish_{_process_name(process)}_{safe(run_id)}{_again(capture)}.log"
 
     def scalars(self, run_id: str) -> Path:
-        """Return the file with a run's figures of the step, for curves."""
+        """Return the file with the step's figures in a run."""
         return self.root / f"scalars_{safe(run_id)}.json"
 
     def metrics(self, run_id: str) -> Path:
-        """Return the path of the numbers that a run's trainer logged for the step."""
+        """Return the file with the numbers that the trainer logged for the step."""
         return self.root / f"metrics_{safe(run_id)}.json"
 
     def trace_of(
@@ -227,7 +231,7 @@ class StepLayout:
         kind: str,
         suffix: str,
     ) -> Path:
-        """Return the path of a trace.
+        """Return the path of a trace:
 
         `traces/<role>/<stage>_rank<r>-of-<w>_<host>_pid<p>_<run>_<index>_<kind><suffix>`
         """
@@ -240,11 +244,13 @@ class StepLayout:
         return self.traces / safe(role) / name
 
     def recordings_of(self, process: ProcessInfo) -> Path:
-        """Return the hidden folder for profilers that write while they record; empty after the export."""
+        """Return the hidden folder for profilers that write files while they record. It is empty after the
+        export.
+        """
         return self.root / ".recordings" / _process_name(process)
 
     def engine_dir(self, replica: int) -> Path:
-        """Return the folder in which the engine of replica `replica` writes, under names of its own."""
+        """Return the folder for files of an inference replica. The engine chooses their names."""
         return self.traces / "rollout" / f"replica{replica}"
 
     def sidecars(self) -> list[Path]:

@@ -1,8 +1,8 @@
-"""Files of an engine's forward passes: which pass served which requests, in columns. docs/requests.md has the
-columns.
+"""Files of an engine's forward passes, in columns: which pass served which requests. docs/requests.md lists
+the columns.
 
-A file is one JSON object, compressed with gzip. It lies beside the engine's traces, with a sidecar, and holds
-neither prompts nor completions.
+A file is one JSON object, compressed with gzip. The file and its sidecar are beside the engine's traces. It
+contains no prompts and no completions.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from stepscope.files.clock import ClockAnchor, Int
 from stepscope.files.storage.reading import decode, open_file
 
 KIND = "engine_passes"
-"""`Artifact.kind` of such a file."""
+"""`Artifact.kind` of a file of passes."""
 SUFFIX = "_passes.json.gz"
 """End of the file's name."""
 MAX_BYTES = 1 << 30
 """The largest file that is read, in uncompressed bytes."""
 
 PassKind: TypeAlias = Literal["prefill", "decode", "mixed", "speculative", "idle"]
-"""Work of a forward pass. `prefill` reads prompts, `decode` writes one token for each request, and `mixed`
-does both. `speculative` verifies drafted tokens. `idle` serves no request: the engine runs it because
+"""Work of a forward pass. `prefill` computes prompts, `decode` generates one token for each request, and
+`mixed` does both. `speculative` verifies drafted tokens. `idle` serves no request; the engine runs it because
 another engine of its data-parallel group has requests."""
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Version: TypeAlias = Int | str | None
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests, each at its position."""
+    """One row for each request."""
 
     id: list[str]
     """Id of each request inside the engine."""
     caller_id: list[str | None]
-    """Id that the caller gave the request, or None if the caller uses the engine's id."""
+    """Id that the caller gave to the request, or None if the caller uses the engine's id."""
     arrived_ns: list[Number | None]
-    """Time at which the engine put the request into its queue, or None if that was before the recording."""
+    """Time at which the engine queued the request, or None if that was before the recording."""
     version_begun: list[Version]
-    """Version of the weights at the request's first pass, or None if the engine does not know it."""
+    """Version of the weights at the request's first pass, or None if unknown."""
     version_ended: list[Version]
-    """Version of the weights at the request's last pass, or None if the engine does not know it."""
+    """Version of the weights at the request's last pass, or None if unknown."""
     updates_begun: list[Number | None] | None = None
-    """Number of updates of the weights from the engine's start to the request's first pass, or None if they
-    are not counted."""
+    """Number of weight updates from the engine's start to the request's first pass, or None if updates are
+    not counted."""
     updates_ended: list[Number | None] | None = None
-    """Number of updates of the weights from the engine's start to the request's last pass, or None if they
-    are not counted."""
+    """Number of weight updates from the engine's start to the request's last pass, or None if updates are not
+    counted."""
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """The forward passes in their order."""
+    """One row for each forward pass, in order."""
 
     number: list[Number]
     """Number of the pass since the recording began, from 0."""
@@ -64,28 +64,28 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: list[Number]
     kind: list[PassKind]
     requests: list[Number]
-    """Number of requests that the pass served. They are the next as many rows of `served`."""
+    """Number of requests that the pass served. Each has a row in `served`, in the order of the passes."""
     running: list[Number]
-    """Requests that the engine had admitted at the pass, including those that it did not serve."""
+    """Number of requests that were running in the engine, also requests that this pass did not serve."""
     waiting: list[Number]
-    """Requests in the engine's queue."""
+    """Number of requests in the engine's queue."""
     kv_use: list[float | None]
-    """Used part of the KV cache, from 0 to 1, or None if unknown."""
+    """Used fraction of the KV cache, from 0 to 1, or None if unknown."""
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """One row for each request of each pass, in the order of the passes."""
 
     request: list[Number]
-    """Position of the request in `requests`."""
+    """Index of the request in `requests`."""
     tokens: list[Number]
-    """Tokens of the request that the pass computed."""
+    """Number of the request's tokens that the pass computed."""
     output: list[Number]
-    """Tokens that the pass added to the request's output; 0 while a prompt is read in pieces."""
+    """Number of tokens that the pass added to the request's output; 0 for a part of a prompt."""
 
 
 class Preempted(msgspec.Struct, frozen=True, kw_only=True):
-    """One row for each time that a request lost its place in the KV cache."""
+    """One row for each time that a request was preempted and lost its KV cache."""
 
     number: list[Number]
     """Number of the pass at which the request was preempted."""
@@ -93,11 +93,11 @@ class Preempted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """One row for each time at which the engine had new weights, and one for the first known version."""
+    """One row for each update of the weights, and one for the first known version."""
 
     at_ns: list[Number] = []
     version: list[Version] = []
-    """The version of the weights from then on, or None if the engine does not know it."""
+    """The version of the weights after `at_ns`, or None if unknown."""
 
 
 class PassFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,11 +114,11 @@ class PassFile(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the data-parallel engine in its replica."""
     host: str
     anchor: ClockAnchor
-    """The clocks of the engine's host at the start of the recording."""
+    """Clock reading of the engine's host at the start of the recording."""
     closed: ClockAnchor
-    """The clocks at its end."""
+    """Clock reading of the engine's host at the end of the recording."""
     dropped: Number = 0
-    """Passes that were not recorded, because there were more than `engine.passes`."""
+    """Number of passes that were not recorded, because there were more than `engine.passes`."""
     requests: Requests
     passes: Passes
     served: Served
@@ -127,21 +127,21 @@ class PassFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_passes(path: Path) -> PassFile:
-    """Return the content of a file of passes.
+    """Read a file of passes.
 
     Raises:
         OSError: the file cannot be read.
-        RecordError: it holds something else, or its columns do not fit each other.
+        RecordError: the content is something else, or its columns do not fit together.
     """
     with open_file(path) as file:
         return unpacked(file.read(MAX_BYTES))
 
 
 def unpacked(content: bytes) -> PassFile:
-    """Return what the bytes of a file of passes hold.
+    """Decode the bytes of a file of passes.
 
     Raises:
-        RecordError: as for `read_passes`.
+        RecordError: as `read_passes`.
     """
     try:
         with gzip.open(BytesIO(content)) as file:
@@ -156,10 +156,11 @@ def unpacked(content: bytes) -> PassFile:
 
 
 def check_passes(file: PassFile) -> None:
-    """Check that the columns fit each other.
+    """Check that the columns of `file` fit together.
 
     Raises:
-        RecordError: columns of one table differ in length, a request has no row, or times run backwards.
+        RecordError: columns of a table differ in length, a row names an unknown request, a pass ends before
+            it begins, or passes are out of order.
     """
     for table in ("requests", "passes", "served", "preempted", "weights"):
         every = msgspec.structs.asdict(getattr(file, table))

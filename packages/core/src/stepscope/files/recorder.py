@@ -1,4 +1,4 @@
-"""Files of the flight recorder: the orders to write steps, and one line for each step of the run."""
+"""Files of the flight recorder: orders to write steps, and a line for each step of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.files.storage.reading import read_first, read_lines
 
 
 class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step to write, with its times in unix ns on the clock of the process that bounds steps."""
+    """A step to write. Its times are in unix ns, on the clock of the process that made the order."""
 
     step: Int
     start_ns: Int
@@ -19,15 +19,15 @@ class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WHY = "why"
-"""The trigger of an order for the states of all processes, and for no step."""
+"""The trigger of an order that asks for the states of processes, and not for steps."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to every process of a run: write what you recorded of these steps."""
+    """An order to every process of a run to write the recorded spans of `steps`."""
 
     format: Int = 1
     run_id: str
-    """Id of the run that the order is for, or empty for any run."""
+    """Id of the run, or empty for any run."""
     trigger: str
     """`slow`, `exception`, `hang`, `signal` or `request`; or `why`."""
     reason: str
@@ -35,7 +35,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     made_ns: Int
     steps: tuple[OrderedStep, ...]
     offsets_ns: dict[str, Int] = {}
-    """{`ProcessInfo.key`: lead of its wall clock over that of the process that made the order}."""
+    """{`ProcessInfo.key`: ns by which its wall clock is ahead of the clock of the process that made the
+    order}."""
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,20 +47,21 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Start of the step in unix ns."""
     dur_ns: Int
     stages: dict[str, float] = {}
-    """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
+    """{`role/stage`: seconds} of the top-level spans of the process that runs the training loop."""
     counters: dict[str, float] = {}
-    """{name: mean} of the counters of the process that bounds steps, and of its host; empty for a step
-    shorter than a second."""
+    """{name: mean} of the counters of the process that runs the training loop, and of its host; empty if the
+    step took less than a second."""
     tokens: dict[str, int] = {}
-    """{`rollout` or `train`: tokens} that `step_tokens` counted in the process that bounds steps."""
+    """{`rollout` or `train`: tokens} as counted by `step_tokens` in the process that runs the training
+    loop."""
     captured: bool = False
-    """True if the step has a folder with traces of its profilers."""
+    """True if the step was captured, so that it has a folder."""
     error: str | None = None
 
 
 def recorded_runs(folder: Path) -> dict[str, int]:
-    """Return {id, as in file names: start of its first kept step, unix ns} of the runs with lines in the
-    folder, the newest first.
+    """Return {run id: start of its first step in unix ns} of the runs with step lines in the folder, the
+    newest first. Ids are spelled as in file names.
     """
     files = {path.stem.removeprefix("steps_"): path for path in folder.glob("steps_*.jsonl")}
     first = {run: read_first(path, StepLine) for run, path in files.items()}
@@ -68,5 +70,7 @@ def recorded_runs(folder: Path) -> dict[str, int]:
 
 
 def read_step_lines(path: Path) -> list[StepLine]:
-    """Return the readable lines of `steps_<run>.jsonl`, in the order of writing; empty without a file."""
+    """Return the readable lines of `steps_<run>.jsonl`, in the order of writing; empty if there is no
+    file.
+    """
     return read_lines(path, StepLine)

@@ -1,7 +1,7 @@
-"""Requests for captures of a live run: `control.json`, and the processes' answers beside it.
+"""Requests for captures of a live run in `control.json`, and the answers of processes in `control/`.
 
-Both sides poll files, so nothing listens on a port. The files hold data of bounded size and known shape, and
-no path, command or code. Names that become part of a path are hex digits.
+Both sides poll files, so no process listens on a port. The files are bounded in size, match a schema, and
+contain no paths, commands or code. Names that become part of a path are hex digits.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request: steps to capture, and deviations from the run's configuration for them."""
+    """One request: steps to capture, and settings that replace the run's configuration for these steps."""
 
     id: Id
     steps: Text
     """`next`, or steps as the configuration spells them: `17`, `20:40:10`."""
     roles: Text | None = None
-    """A role or a glob: the profiler runs only in matching roles. None to keep the configuration."""
+    """A role or a glob. The profiler runs only in roles that match; None keeps the configuration."""
     ranks: Literal["all", "first"] | list[Rank] | None = None
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Replacement for `budget.seconds`, or None to keep the configuration."""
+    """Value that replaces `budget.seconds`; None keeps the configuration."""
     because: Text | None = None
-    """The event upon which stepscope asked by itself, or None if a person asked."""
+    """The event that made stepscope create the request, or None if a person created it."""
     last: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of past steps to write from the flight recorder, in which case `steps` is ignored; None for a
+    """Number of past steps that the flight recorder should write (`steps` is then ignored); None for a
     capture."""
     created_ns: Int
     expires_ns: Int
-    """Unix time in ns after which no process begins the request any more."""
+    """Unix time in ns after which the request is ignored."""
     runs: list[Annotated[str, msgspec.Meta(max_length=200)]] | None = None
-    """Ids of the runs that listened when the request was made and that it is for; None for any run."""
+    """Ids of the runs that the request is for, which listened when it was made; None for any run."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,19 +68,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of one process to one request."""
 
     state: AnswerState
-    """State of the request in this process. `heard`: it will capture. `captured`: it captured, or tried to
-    capture, at least one step. For other states, see `reason`."""
+    """State of the request in the process. `heard`: the process will capture. `captured`: it captured, or
+    tried to capture, at least one step. `reason` explains other states."""
     steps: list[Int] = []
     """The steps captured so far."""
     reason: str | None = None
-    """The failure of a `captured` step, or the reason why nothing was recorded; None if all went well."""
+    """The reason why a `captured` step failed or nothing was recorded; None if all went well."""
     others: dict[str, str] = {}
-    """Answers of workers and replicas to the latest capture: `began`, or the reason why they take no part.
-    They need not see this folder."""
+    """{worker or replica: `began`, or the reason why it takes no part} in the latest capture. Workers need
+    not see this folder."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that polls `control.json`: its file in `control/`."""
+    """The file in `control/` of one process that polls `control.json`."""
 
     format: Int = 1
     host: str
@@ -89,20 +89,19 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     rank: Int | None
     since_ns: Int
     step: Int | None
-    """The last step that the process passed, or None before the first."""
+    """The last step that began in the process, or None before the first."""
     answers: dict[str, Answer] = {}
     """{request id: answer}."""
     run_id: str = ""
     ended_ns: Int | None = None
-    """Unix time in ns at which the process stopped listening, or None if it listens or ended without writing
-    this."""
+    """Unix time in ns at which the process stopped listening, or None if it listens or died."""
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Return the requests in a `control.json`; none if it does not exist.
+    """Return the requests in a `control.json`; empty if it does not exist.
 
     Raises:
-        RecordError: the file is too large, half-written, or holds anything but requests.
+        RecordError: the file is too large, incomplete, or does not contain requests.
     """
     try:
         data = read_file(path, MAX_BYTES)
@@ -117,7 +116,8 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
-    """Replace the requests of `control.json` by `change(requests)`, atomically, one writer at a time.
+    """Replace the requests in `control.json` by `change(requests)`, atomically, and return them. A lock
+    admits one writer at a time.
 
     A file that cannot be read counts as empty.
     """
@@ -136,11 +136,11 @@ def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Re
 def _alone(path: Path) -> Iterator[None]:
     import fcntl
 
-    # O_NOFOLLOW: never through a planted link. The lock file stays empty.
+    # O_NOFOLLOW, so that a planted link is not followed. The lock file stays empty.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
     try:
-        with suppress(OSError):  # a file system without locks: the last writer wins
+        with suppress(OSError):  # the file system has no locks: the last writer wins
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -148,23 +148,24 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def read_listening(layout: RunLayout) -> list[Listening]:
-    """Return the processes that poll this run's `control.json`, or did, from all readable files."""
+    """Return the processes that poll, or have polled, this run's `control.json`."""
     return read_records(sorted(layout.listeners.glob("*.json")), Listening)
 
 
 def has_ended(listening: Listening) -> bool:
-    """Return whether a process has stopped listening. A process killed on another host still counts as
-    listening.
+    """Return whether a process has stopped listening. If it was killed on another host, this returns
+    False.
     """
     here = listening.host == socket.gethostname()
     return listening.ended_ns is not None or (here and not is_running(listening.pid))
 
 
 def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answer:
-    """Return the present state of `answer`: a `heard` answer expires with its deadline or its process.
+    """Return `answer`, or if it is `heard` and the deadline is over or the process has ended, its final
+    answer.
 
     Args:
-        gone: The reason why the process captures nothing more, or None if it may capture.
+        gone: The reason why the process cannot capture any more, or None if it can.
     """
     if answer.state != "heard":
         return answer
@@ -174,8 +175,8 @@ def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answ
 
 
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
-    """Return all answers of a process in their present state. Only its own host knows whether it still
-    runs.
+    """Return `listening` with its answers updated by `answer_by_now`. Call this on the host of the process,
+    which knows whether the process still runs.
     """
     gone = None
     if has_ended(listening):
@@ -193,8 +194,8 @@ def write_listening(layout: RunLayout, listening: Listening) -> None:
 
 
 def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
-    """Return the step that a request for `next` captures: the proposal of the first process that claims
-    one.
+    """Return the step that a request for `next` captures. The first process that calls this chooses
+    `step`.
     """
     path = layout.claimed(request_id)
     try:

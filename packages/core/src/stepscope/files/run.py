@@ -1,7 +1,7 @@
-"""A run in its folder: its record `run.json`, and the captured steps that belong to it.
+"""The record of a run, `run.json`, and the captured steps that belong to the run.
 
-The capture's owner writes the record when the first capture opens. A resumed run has another id and usually
-the same folder.
+The owner of the run's first capture writes the record. A resumed run has another id, and usually the same
+folder.
 """
 
 from __future__ import annotations
@@ -27,27 +27,25 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: Int
     command: tuple[str, ...]
     config: dict[str, object]
-    """The resolved configuration; `ProfileConfig.from_mapping` reads it back."""
+    """The resolved configuration, as `ProfileConfig.to_mapping` returns it."""
     versions: dict[str, str]
 
 
 class RunSteps(NamedTuple):
-    """The steps of one run, in a folder that may hold several runs."""
+    """The steps of one run in a folder that may have several runs."""
 
     run_id: str | None
-    """Id of the run, or None if no file states one."""
+    """Id of the run, or None if no file states an id."""
     steps: dict[int, StepLayout]
-    """The steps of the run, and steps whose run is unknown."""
+    """The steps of the run, and the steps of unknown runs."""
     others: dict[str, list[int]]
-    """{id of another run: its steps that this run has not captured}, the newest run first."""
+    """{id of another run: its steps that this run did not capture}, the newest run first."""
     opened_ns: int
     """Unix time in ns at which the run opened its last capture, or 0 if unknown."""
 
 
 def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> RunSteps:
-    """Return the steps of the run with the id `run_id`, or of the run that opened a capture last if that is
-    None.
-    """
+    """Return the steps of the run `run_id`, by default of the run that opened the latest capture."""
     held = {number: runs_of(layout) for number, layout in steps.items()}
     last = _last(pair for opened in held.values() for pair in opened.items())
     newest_first = sorted(last, key=lambda run: -last[run])
@@ -63,7 +61,7 @@ def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> 
 
 
 def runs_of(step: StepLayout) -> dict[str, int]:
-    """Return {id of a run with files of the step: time at which it last opened a capture of the step}."""
+    """Return {run id: unix ns of its last opening} of the runs that captured the step."""
     parts, _ = part_files(step, as_written=True)
     opened = [(part.run_id, part.opened.wall_ns) for part in parts.values()]
     named = {path.stem for path in parts}

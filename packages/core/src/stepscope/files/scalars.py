@@ -1,4 +1,6 @@
-"""A step's figures for curves (`scalars_<run>.json`), and its trainer's own (`metrics_<run>.json`)."""
+"""Figures of a step: those that a report computes (`scalars_<run>.json`), and those that the trainer logs
+(`metrics_<run>.json`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from stepscope.files.storage.reading import read_record
 
 
 class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one step; the argument of `on_report` hooks."""
+    """Figures that a report computes for one step. `on_report` hooks get this object."""
 
     format: int = 1
     run_id: str
@@ -19,17 +21,17 @@ class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
     opened_ns: int
     """Unix time in ns at which the capture opened."""
     values: dict[str, float]
-    """Seconds by name: `step/wall_seconds`, `stage/<role>/<stage>_seconds`, `idle/<role>_seconds`..."""
+    """{name: value}: `step/wall_seconds`, `stage/<role>/<stage>_seconds`, `idle/<role>_seconds`..."""
     written: dict[str, str | None] = {}
-    """{writer: reason of its failure}, or None if it has the figures."""
+    """{writer: None if it has written the figures, or the reason of its failure}."""
 
 
 def read_scalars(step: StepLayout, run_id: str) -> StepScalars:
-    """Return a run's figures of the step.
+    """Return the figures of the step in a run.
 
     Raises:
-        OSError: there are none.
-        RecordError: the file holds something else.
+        OSError: there is no such file.
+        RecordError: the file contains something else.
     """
     return read_record(step.scalars(run_id), StepScalars)
 
@@ -39,7 +41,7 @@ def write_scalars(step: StepLayout, scalars: StepScalars) -> None:
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of one step, under the names that the trainer gave them."""
+    """Numbers that the trainer logged for one step, under the trainer's names."""
 
     format: int = 1
     run_id: str
@@ -48,11 +50,11 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_metrics(step: StepLayout, run_id: str) -> dict[str, float]:
-    """Return the numbers that a run's trainer logged for the step. Empty without such a file.
+    """Return the numbers that the trainer logged for the step; empty if there is no file.
 
     Raises:
         OSError: The file cannot be read.
-        RecordError: The file holds something else.
+        RecordError: The file contains something else.
     """
     try:
         return read_record(step.metrics(run_id), StepMetrics).values

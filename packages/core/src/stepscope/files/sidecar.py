@@ -1,4 +1,4 @@
-"""Identity of a process, description of a file that it wrote, and the sidecar that holds both on disk."""
+"""Records of a process, of a file that it wrote, and of the sidecar that describes both on disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     rank: Int | None
-    """Global rank; None if unknown. Never guessed."""
+    """Global rank, or None if unknown. It is never guessed."""
     world_size: Int | None
     host: str
     pid: Int
     replica: Int | None = None
-    """Index of the inference replica that this process belongs to, if any."""
+    """Number of the inference replica that this process belongs to, or None."""
     rank_source: str | None = None
-    """The source of `rank`: `argument`, `environment`, `torch.distributed`, `position` among the workers."""
+    """The source of `rank`: `argument`, `environment`, `torch.distributed`, or `position` in the list of
+    workers."""
     actor_id: str | None = None
-    """Ray actor id, if the process is one."""
+    """Id of the Ray actor in this process, or None."""
 
     @property
     def key(self) -> str:
@@ -38,33 +39,32 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Ended: TypeAlias = Literal["capture", "count", "budget", "others"]
-"""Cause of a recording's end. `capture`: the capture closed. `count`: the engine had recorded the requested
-iterations. `budget`: a budget ran out. `others`: other code stopped the engine's profiler."""
+"""Cause of a recording's end. `capture`: the capture closed. `count`: the engine recorded the requested
+number of iterations. `budget`: a budget ran out. `others`: other code stopped the engine's profiler."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch in which an engine served nothing, because its own profiler started or wrote its file."""
+    """A time in which an engine served no requests, because its profiler was starting or writing its file."""
 
     start_ns: Int
-    """Start of the stall in unix ns, on the clock of the artifact's host; `end_ns` likewise."""
+    """Start of the stall in unix ns, on the clock of the artifact's host."""
     end_ns: Int
     doing: Literal["starting", "writing"]
     source: Literal["stamps", "file"]
-    """Source of the times. `stamps`: code of stepscope timed the stall in the engine's process. `file`: the
-    stall lasts from the end of the recording until the last of its files was complete, without later work of
-    the engine."""
+    """Source of the times. `stamps`: stepscope measured the stall in the engine's process. `file`: the stall
+    is the time from the end of the recording until its last file was complete."""
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete file of a backend or an engine, with its sidecar beside it as `<path>.meta.json`."""
+    """One complete file of a backend or an engine. Its sidecar is `<path>.meta.json`."""
 
     path: str
     """Path of the file, relative to the step's folder."""
     kind: str
-    """Kind of the file, which decides on its reader: `torch_trace`, `cuda_memory_snapshot`,
+    """Kind of the file, which determines its reader: `torch_trace`, `cuda_memory_snapshot`,
     `vllm_trace`..."""
     tool: str
-    """The backend or engine that wrote it."""
+    """The backend or engine that wrote the file."""
     role: str
     stage: str | None = None
     """Stage that the file covers, or None for a whole capture (continuous mode)."""
@@ -72,37 +72,38 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Int | None = None
     replica: Int | None = None
     topology: dict[str, int] | None = None
-    """Position in the parallel layout, for example {"tp": 1, "pp": 0, "dp": 0}. None if unknown."""
+    """Ranks in the parallel layout, such as {"tp": 1, "pp": 0, "dp": 0}, or None if unknown."""
     host: str
     pid: Int | None = None
     size_bytes: Int
     truncated: str | None = None
-    """Reason why the recording ended before its window, or None if it is complete."""
+    """Reason why the recording ended early, or None if it is complete."""
     ignored: dict[str, str] = {}
-    """Options without effect: {option: reason}."""
+    """{option that had no effect: reason}."""
     iterations: Int | None = None
-    """Number of engine iterations with a request in the file, or None if the file does not name them."""
+    """Number of recorded engine iterations that served a request, or None if the file does not mark
+    iterations."""
     iterations_asked: Int | None = None
-    """Number of iterations to record, or None for all until the end of the capture."""
+    """Requested number of iterations, or None for all until the end of the capture."""
     ended: Ended | None = None
     """Cause of the recording's end, or None if unknown."""
     note: str | None = None
-    """A fact about the file that is no problem, or None."""
+    """A remark about the file that is not a problem, or None."""
     stalls: tuple[Stall, ...] = ()
-    """Stretches in which the engine served nothing because of this file."""
+    """Times in which the engine served no requests because of this file."""
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `<artifact>.meta.json`: the data model behind a file name."""
+    """The content of `<artifact>.meta.json`."""
 
     format: Int = 1
     step: Int
     run_id: str
     artifact: Artifact
     process: str | None
-    """`ProcessInfo.key` of the process that recorded the file, or None if stepscope did not run there."""
+    """`ProcessInfo.key` of the process that recorded the file, or None if stepscope did not run in it."""
     opened: ClockAnchor | None
-    """Clock reading when recording began, in the recording process."""
+    """Clock reading of the recording process when the recording began, or None if unknown."""
     closed: ClockAnchor | None
     versions: dict[str, str] = {}
     options: dict[str, str | int | float | bool | None] = {}

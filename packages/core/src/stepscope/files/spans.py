@@ -1,9 +1,9 @@
 """Span records of `spans/*.jsonl`: one JSON object a line, distinguished by the field `kind`.
 
-A file is: one `header`, then `open` and `span` lines in any order, then one `end`. A span that was still
-running when the file was last flushed has only its `open` line; a file without `end` belongs to a process
-that did not close its capture. Times are CLOCK_MONOTONIC ns of the writing process; the header's and end's
-anchors turn them into wall-clock time.
+A file has one `header`, then `open` and `span` lines in any order, then one `end`. A span that was still
+running at the last flush has only an `open` line. If a process did not close its capture, its file has no
+`end`. Times are CLOCK_MONOTONIC of the writing process in ns. The anchors in `header` and `end` convert them
+to wall-clock time.
 """
 
 from __future__ import annotations
@@ -18,41 +18,40 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue
 
 CONSUME = "consume"
-"""Stage of a span without length that says that this step trains on the trajectory that the span names. The
-attributes `begun` and `begun_version` hold the step and the policy version in which the trajectory began."""
+"""Stage of a span of zero length, which records that this step trains on the span's trajectory. Its
+attributes `begun` and `begun_version` are the step and the policy version in which the trajectory began."""
 
 STEP_TOKENS = "step_tokens"
-"""The stage of a span without length. Its attributes `rollout` and `train` count tokens of the step, in this
-process.
-"""
+"""Stage of a span of zero length. Its attributes `rollout` and `train` are this process' tokens of the
+step."""
 
 WAIT = "wait"
-"""Attribute of a span that only waits: `true`; `false` if the span works although its name says `wait`."""
+"""Attribute of a span: `true` if the span only waits, `false` if it works although its stage is named as a
+wait."""
 WAITING = frozenset({"queue", "wait"})
-"""Stages that wait even without that attribute, as do those whose names begin with `wait_`."""
+"""Stages that count as waits without the attribute `wait`. Stages that begin with `wait_` count too."""
 GROUP, SEQUENCE = "group", "sequence"
-"""Attributes of a collective's span: the name of its process group, and its number in that group, the
+"""Attributes of a collective's span: the name of its process group, and its number in the group, which is the
 same in all ranks."""
 ISSUED_NS = "issued_ns"
-"""Attribute of the span of a wait: the time since the collective that it waits for was issued."""
+"""Attribute of a span that waits for a collective: the time from the issue of the collective to the wait."""
 REPLICA = "replica"
-"""The attribute of a span that is work of an inference replica: its number among those of its role."""
+"""Attribute of a span that is work of an inference replica: the number of the replica."""
 SERVED = frozenset({"prefill", "decode"})
-"""Stages in which a replica works on a request."""
+"""Stages in which a replica computes a request."""
 
 MOST_NAMES = 50
-"""Number of a step's stages, the longest ones, that have their own row; also the number of its roles."""
+"""Largest number of stages of a step that are shown one by one, the longest ones; likewise of roles."""
 OTHER_NAMES = "(other names)"
-"""Name of the stage, or role, that combines all others."""
+"""Name of the stage, or role, that combines all others beyond `MOST_NAMES`."""
 
 PROFILING = "stepscope profiler"
-"""The stage of a span in which a profiler started or stopped inside the step (stage windows in discrete
-mode). Its attribute `window` names the stage.
-"""
+"""Stage of a span in which a profiler started or stopped a stage's window (discrete mode). Its attribute
+`window` names that stage."""
 
 
 def only_waits(stage: str, attrs: Mapping[str, AttrValue] | None) -> bool:
-    """Return whether a span only waits, by its attribute, else by the name of its stage."""
+    """Return whether a span only waits, by its attribute `wait`, else by the name of its stage."""
     said = None if attrs is None else attrs.get(WAIT)
     return said if isinstance(said, bool) else stage in WAITING or stage.startswith("wait_")
 
@@ -74,9 +73,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
 
 
 class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open", tag_field="kind"):
-    """A span that still runs at a flush, so that a hang is visible.
+    """A span that was still running at a flush, written so that a hang is visible.
 
-    The fields are not keyword-only: 16 keywords cost more than all else of a line.
+    The fields are not keyword-only, because 16 keyword arguments would cost more than everything else in a
+    line.
     """
 
     span: Int
@@ -86,7 +86,7 @@ class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open"
     parent: Int | None = None
     link: SpanLink | None = None
     traceparent: str | None = None
-    """The parent, as another tracer named it. None where `parent` or `link` names it."""
+    """The parent span in another tracer, or None if `parent` or `link` states the parent."""
     step: Int | None = None
     policy_version: Int | None = None
     trajectory: str | None = None
@@ -97,20 +97,21 @@ class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open"
 
 
 class Span(Open, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag="span", tag_field="kind"):
-    """A finished span. `step` is None if it is the step of the file."""
+    """A finished span. `step` is None if the span belongs to the step of the file."""
 
     dur_ns: int
     error: str | None = None
-    """`ExceptionType: message` that left the span, cut at 200 characters (stepscope's own at 2000)."""
+    """`ExceptionType: message` of the exception that left the span, cut at 200 characters (errors of
+    stepscope at 2000)."""
     cancelled: bool = False
-    """True if its work was cancelled, which is no error."""
+    """True if the span's work was cancelled, which is not an error."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):
     anchor: ClockAnchor
     spans: Int
     dropped: Int
-    """Spans that were not recorded because the budget or the disk was full. The report shows it."""
+    """Number of spans that were not recorded, because the budget or the disk was full."""
 
 
 Line: TypeAlias = Header | Open | Span | End

@@ -1,4 +1,4 @@
-"""States of processes for `stepscope why`: the calls that go on in each process at one moment."""
+"""States of processes for `stepscope why`: what each process is doing at one moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 
 RECENT_NS = 10_000_000_000
-"""Length in ns of the time over which a state's counters are averaged."""
+"""Counters in a state are averages over the last 10 s. In ns."""
 
 
 class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A span that has not ended. In a state, children come before their parents."""
+    """A span that has not ended. A state lists children before their parents."""
 
     span: Int
     parent: Int | None = None
@@ -32,7 +32,8 @@ class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     waits: bool = False
     """True if the stage of the span only waits."""
     alike: Int = 0
-    """Number of younger innermost spans of the same stage at the same place that the state leaves out."""
+    """Number of similar younger spans (innermost, of the same stage, at the same place) that the state leaves
+    out."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -47,53 +48,53 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One Python thread."""
 
     id: Int
-    """Native id."""
+    """Native id of the thread."""
     name: str
     frames: tuple[Frame, ...]
-    """Frames of the stack, the innermost first."""
+    """Frames of the stack, innermost first."""
     in_loop: bool = False
     """True if the innermost frame runs an event loop."""
     blocks: bool = False
-    """True if the thread's event loop has been in one callback for 0.1 s."""
+    """True if the thread's event loop has been in one callback for at least 0.1 s."""
     task: Int | None = None
-    """Number of the task that runs in the thread, which has the innermost frames; None if no task runs."""
+    """Number of the task that runs in the thread, or None. The innermost frames belong to the task."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One asyncio task that is not done."""
 
     id: Int
-    """Number of the task in the process."""
+    """Number of the task, unique in the process."""
     name: str
     frames: tuple[Frame, ...]
-    """The frames of its coroutines, the innermost first."""
+    """Frames of the task's coroutines, innermost first."""
     awaits: str
-    """The object that the innermost coroutine awaits, as text: `ObjectRef` of Ray."""
+    """The object that the innermost coroutine awaits, as text, such as `ObjectRef` of Ray."""
     span: Int | None = None
-    """Number of the innermost span of the task, or None. A task that began inside of a span belongs to that
+    """Number of the task's innermost span, or None. A task that was created within a span belongs to this
     span."""
     awaited: tuple[Int, ...] = ()
-    """Numbers of the tasks that the task waits for."""
+    """Numbers of the tasks that this task waits for."""
 
 
 class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One counter that is no total: its mean over the last seconds."""
+    """The mean of one counter over the last seconds. Totals are left out."""
 
     name: str
     of: str = ""
-    """`GPU 3`, `replica 0`; empty for the process or host itself."""
+    """The measured object: `GPU 3`, `replica 0`. Empty for the process or host itself."""
     value: float
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of one engine, from its counters."""
+    """The requests in one engine, from its counters."""
 
     name: str
     """`replica 0`."""
     sampled_ns: Int
-    """Time in ns since the engine's counters were last read."""
+    """Time in ns since the engine's counters were read."""
     still_ns: Int | None
-    """Least time in ns for which the engine has had requests and made no token, or None if it has no
+    """The engine has had requests and generated no token for at least this many ns. None if it has no
     requests."""
     requests: Int
     running: float | None = None
@@ -109,16 +110,16 @@ class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Int, ...]
     """Global ranks; empty if unknown."""
     entered: Int
-    """Number of the last collective that this process entered; at most 0 before the first."""
+    """Number of the last collective that this process entered, or 0 or less before the first."""
 
 
 class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective that this process entered and that has not completed."""
+    """A collective that this process has entered and that has not completed."""
 
     group: str
     description: str
     number: Int | None
-    """Number among the collectives of its group, or None for a send or receive."""
+    """Number of the collective in its group, or None for a send or receive."""
     op: str
     """`all_reduce`, `recv 3<-0`."""
     state: str
@@ -127,7 +128,7 @@ class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Collectives(msgspec.Struct, frozen=True, kw_only=True):
-    """Process groups of a process, and its open collectives, the oldest first."""
+    """The process groups of a process, and its pending collectives, the oldest first."""
 
     rank: Int
     """Global rank in torch.distributed."""
@@ -136,7 +137,7 @@ class Collectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommunicatorRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank of a communicator of NCCL that differs from the others."""
+    """A rank of an NCCL communicator that differs from the other ranks."""
 
     rank: Int
     """Rank in the communicator."""
@@ -144,22 +145,23 @@ class CommunicatorRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """IP address of the rank's host, or `unknown`."""
     pid: Int
     state: Literal["behind", "dead", "silent"]
-    """`behind`: it has launched fewer collectives. `silent`: it does not answer NCCL."""
+    """`behind`: the rank has launched fewer collectives. `dead`: its process has died. `silent`: it does not
+    answer NCCL."""
     op: str = ""
-    """Kind of the collective in which the rank is behind, such as `AllReduce`."""
+    """Kind of collective in which the rank is behind, such as `AllReduce`."""
     begun: Int | None = None
-    """Number of these collectives that it has launched, or None if it does not answer."""
+    """Number of these collectives that the rank has launched, or None if it does not answer."""
     others: Int | None = None
-    """Number of these collectives that most of the others have launched."""
+    """Number of these collectives that most other ranks have launched."""
 
 
 class Communicator(msgspec.Struct, frozen=True, kw_only=True):
-    """A communicator of NCCL, some of whose ranks differ, from NCCL's RAS."""
+    """An NCCL communicator whose ranks differ in state, as reported by NCCL's RAS service."""
 
     hash: str
     size: Int
     ranks: tuple[CommunicatorRank, ...]
-    """The ranks whose state differs from most of the communicator's ranks."""
+    """The ranks whose state differs from the state of most ranks."""
     others: tuple[tuple[str, Int], ...]
     """(IP address, process id) of the ranks that do not differ."""
 
@@ -168,19 +170,19 @@ class RayCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a Ray actor that has not returned."""
 
     caller: str | None
-    """Id of the actor that called, or None for the driver or a plain task."""
+    """Id of the calling actor, or None if the driver or a task called."""
     actor: str
-    """Id of the actor that is called."""
+    """Id of the called actor."""
     method: str
-    """Name of the called method with its class, such as `Trainer.update`."""
+    """Class and name of the called method, such as `Trainer.update`."""
     state: str
-    """State of the call, in Ray's word: `RUNNING`, `SUBMITTED_TO_WORKER`..."""
+    """State of the call as Ray names it: `RUNNING`, `SUBMITTED_TO_WORKER`..."""
     age_ns: Int
     pid: Int | None = None
 
 
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
-    """One process at one moment."""
+    """The state of one process at one moment."""
 
     format: Int = 1
     process: ProcessInfo
@@ -188,24 +190,24 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: Int
     """Time of the state in unix ns."""
     step: Int | None
-    """The step that runs, in the process that bounds steps; else None."""
+    """The running step, in the process that runs the training loop; else None."""
     step_age_ns: Int | None = None
     workers: dict[str, str] = {}
-    """{`ProcessInfo.key`: name} of the workers that this process expects to answer."""
+    """{`ProcessInfo.key`: name} of the workers whose states this process expects."""
     ancestors: tuple[Int, ...] = ()
-    """Ids of the parent processes, the nearest first."""
+    """Process ids of the parent, its parent, and so on."""
     spans: tuple[OpenSpan, ...]
     threads: tuple[Thread, ...]
     tasks: tuple[Task, ...]
     counters: tuple[CounterNow, ...] = ()
     engines: tuple[EngineState, ...] = ()
-    """The engines that this process holds or queries over HTTP."""
+    """The engines in this process, and those that it queries over HTTP."""
     collectives: Collectives | None = None
     communicators: tuple[Communicator, ...] = ()
-    """The communicators of the whole job that NCCL's RAS tells of, in the states of two ranks at most."""
+    """The communicators of the whole job that NCCL's RAS service reports. At most two ranks ask for them."""
     addresses: tuple[str, ...] = ()
-    """IP addresses of the host, by which NCCL's RAS names it."""
+    """IP addresses of the host, by which NCCL's RAS service identifies it."""
     ray_calls: tuple[RayCall, ...] = ()
-    """The calls of all actors of the job, from Ray, in the driver's state."""
+    """The open calls of all actors of the job, as Ray reports them. Only in the driver's state."""
     more: bool = False
-    """True if a second state follows, with the answers of Ray and of NCCL's RAS."""
+    """True if a second state will follow, with the answers of Ray and NCCL's RAS service."""

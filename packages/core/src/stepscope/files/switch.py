@@ -6,4 +6,5 @@ import os
 
 VARIABLE = "STEPSCOPE_DISABLE"
 DISABLED = os.environ.get(VARIABLE, "") not in ("", "0")
-"""True if every public function is a no-op that times, starts, patches and writes nothing. Read at import."""
+"""True if every public function does nothing: none times, patches, starts or writes anything. Set at
+import."""

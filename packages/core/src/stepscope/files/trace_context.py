@@ -1,7 +1,7 @@
-"""Ids of a step's spans in OpenTelemetry and in W3C trace context (`traceparent`).
+"""Ids of a step's spans in OpenTelemetry and W3C trace context (`traceparent`).
 
-The ids are computed from the run, the step, the process and the number of the span. So a carrier, made while
-the span runs, and a writer, which sends the step later, compute the same ids.
+An id is a hash of the run, the step, the process and the span's number. So the carrier made during a span and
+the later export of the step have the same ids.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 
 class TraceContext(NamedTuple):
-    """A span of any tracer."""
+    """The ids of a span of any tracer."""
 
     trace_id: str
-    """32 lower-case hexadecimal digits, as W3C and OTLP JSON write it."""
+    """32 lower-case hexadecimal digits, as in W3C trace context and OTLP JSON."""
     span_id: str
     """16 lower-case hexadecimal digits."""
 
 
 _HEADER = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 _LONGEST = 200
-"""Largest length of a `traceparent`. Version 00 has 55 characters; later versions may append parts."""
+"""Longest accepted `traceparent`. Version 00 has 55 characters; later versions may append fields."""
 
 
 def parse_traceparent(header: object) -> TraceContext | None:
-    """Return the span that a `traceparent` names; None where W3C trace context calls it invalid."""
+    """Return the span in a `traceparent` header, or None if the header is invalid by W3C trace context."""
     match = _HEADER.fullmatch(header) if isinstance(header, str) and len(header) <= _LONGEST else None
     if match is None or (match[0].startswith("00") and match[3] is not None):
         return None
@@ -49,11 +49,11 @@ class SpanIds:
         self._process = sha256(f"{run_id}/{step}/{process}/".encode())
 
     def span_id(self, span: int) -> str:
-        """Return the id of the span with this number in its process' file."""
+        """Return the id of the span with the number `span`."""
         digest = self._process.copy()
         digest.update(b"%d" % span)
         return digest.hexdigest()[:16]
 
     def traceparent(self, span: int) -> str:
-        """Return the `traceparent` header of the span. Its flag says that the span is sampled."""
+        """Return the `traceparent` header of a span, with the flag `sampled`."""
         return f"00-{self.trace_id}-{self.span_id(span)}-01"

@@ -1,7 +1,7 @@
-"""Durations of uncaptured steps in `uncaptured/*.jsonl`: one JSON object a line; and kinds of steps.
+"""Durations of uncaptured steps in `uncaptured/*.jsonl`, one JSON object a line, and the comparison of steps.
 
-The process that opens captures writes them. It keeps only the steps near a captured one, so the file grows
-with the captures and not with the run.
+The process that opens captures writes the file. It has only steps near a captured step, so its size grows
+with the number of captures and not with the length of the run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.reading import read_lines
 
 Stages: TypeAlias = Mapping[str, float]
-"""{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
+"""{`role/stage`: seconds} of the top-level spans of the process that runs the training loop."""
 LARGE = 0.05
-"""A stage is large if it takes at least this part of its step."""
+"""A stage is large if it takes more than this fraction of its step."""
 FACTOR = 1.5
-"""Two lengths differ if their ratio is larger than this."""
+"""Two durations differ if their ratio is larger than this."""
 GAP = 1.25
-"""Least ratio between the lengths of two neighbouring groups of steps."""
+"""Smallest ratio of durations that separates two groups of steps."""
 _MEMBERS = 3
-"""Least number of steps that make a pattern."""
+"""Smallest number of steps that make a pattern."""
 _FITTING = 0.8
-"""Least share of a group's steps that follow its pattern."""
+"""Smallest fraction of a group's steps that must follow its pattern."""
 
 
 def alike(one: Stages, other: Stages) -> bool:
-    """Return whether two steps are of one kind: each has the large stages of the other."""
+    """Return whether two steps are of the same kind: each has the large stages of the other."""
     return _large(one) <= other.keys() and _large(other) <= one.keys()
 
 
@@ -44,11 +44,11 @@ def same_length(one_ns: float, other_ns: float, factor: float = FACTOR) -> bool:
 
 
 def like(step: int, took: Mapping[int, int], stages: Mapping[int, Stages] = {}) -> set[int]:
-    """Return the steps in `took` that are of the same kind as `step`, which itself is not in `took`.
+    """Return the steps in `took` of the same kind as `step`. `step` itself is not in `took`.
 
     Args:
         took: {number of a step: its duration in ns}.
-        stages: The stages of those steps, and of `step`, as far as they are known.
+        stages: {number of a step: its stages}, for `step` and the steps in `took`, as far as known.
     """
     own = stages.get(step)
     if own is None:
@@ -68,9 +68,9 @@ def _large(stages: Stages) -> set[str]:
 
 
 def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
-    """Return the groups of steps with unusual lengths that occur every n-th step.
+    """Return the groups of steps with unusual durations that occur in every n-th step.
 
-    Each group comes with (n, remainder of its steps' numbers).
+    Each item is (steps of the group, (n, remainder of the steps' numbers)).
     """
     ordered = sorted(took, key=lambda step: took[step])
     breaks = [at for at, (a, b) in enumerate(pairwise(ordered), 1) if took[b] > GAP * took[a]]
@@ -81,8 +81,8 @@ def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
 
 
 def _rhythm(group: Sequence[int], took: Collection[int]) -> tuple[int, int] | None:
-    """Return (period, remainder) at which most steps are in the group, and most of the group's steps are;
-    None if there is none.
+    """Return (period, remainder) such that most steps with this remainder are in the group, and most steps of
+    the group have it; None if no period fits.
     """
     for period in sorted({b - a for a, b in pairwise(sorted(group))} - {1}):
         ((place, hits),) = Counter(step % period for step in group).most_common(1)
@@ -97,29 +97,30 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     step: Int
     start_ns: Int
-    """Start of the step in unix ns, on the clock of the process that recorded it."""
+    """Start of the step in unix ns, on the clock of the recording process."""
     dur_ns: Int
-    """Duration by its monotonic clock."""
+    """Duration by the monotonic clock."""
     first: bool = False
-    """True for the first step after a capture: the export of traces may have run at the same time."""
+    """True for the first step after a capture, which may have been slowed by the export of traces."""
     warm_up: bool = False
-    """True for the first step of the loop, which pays for compiling, allocating and connecting."""
+    """True for the first step of the run, which includes compilation, allocation and connections."""
     alike: bool = True
-    """False if the captured step that this step is compared with is of another kind. Not stored in files."""
+    """True if the step is of the same kind as the captured step that it is compared with. Not stored in
+    files."""
     stages: dict[str, float] = {}
-    """{`role/stage`: seconds}, as the recorder's line has them. Not in files."""
+    """{`role/stage`: seconds}, as in the flight recorder's step lines. Not stored in files."""
 
 
 COMPARED = 40
-"""The largest number of steps, of its kind and of others, that a captured step is compared with."""
+"""Largest number of steps of the same kind, and of other kinds, that a captured step is compared with."""
 ALONE = 3
-"""Steps that follow a capture are left out if at least this many other steps are available."""
+"""The first steps after captures are left out if at least this many other steps remain."""
 
 
 def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
-    """Return the steps that a captured one compares with: those of its kind, or all if there are none.
+    """Return the steps to compare a captured step with: steps of its kind, or all steps if there are none.
 
-    Warm-up steps are left out, and the first step after each capture, if enough other steps remain.
+    Warm-up steps are left out. The first step after each capture is left out if enough other steps remain.
     """
     warm = [step for step in near if not step.warm_up]
     alike = [step for step in warm if step.alike] or warm
@@ -128,24 +129,24 @@ def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
 
 
 class Surroundings(NamedTuple):
-    """Steps of the loop around a captured one."""
+    """The steps around a captured step."""
 
     uncaptured: tuple[UncapturedStep, ...]
-    """In the order of their starts."""
+    """The nearest uncaptured steps, ordered by start."""
     ended_ns: int | None
-    """The end of the step before, in unix ns; None if that is unknown."""
+    """End of the previous step in unix ns, or None if unknown."""
     regular: frozenset[str]
-    """Large stages of the captured step that come in every n-th step: `role/stage`."""
+    """Large stages (`role/stage`) of the captured step that occur in every n-th step."""
 
 
 def uncaptured_near(
     step: StepLayout, process: ProcessInfo, run_id: str, opened_ns: int, number: int
 ) -> Surroundings:
-    """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start: some
-    of the kind of that step, and some of others; and the end of the step before it.
+    """Return the surroundings of the capture that `process` opened at `opened_ns`: the nearest steps of the
+    same kind and of other kinds, and the end of the previous step.
 
-    Their file is in the run's folder, so a step's folder outside of a run has none. With the flight recorder,
-    all steps of the run are known.
+    The files are in the run's folder, so a copy of a step's folder has no surroundings. With the flight
+    recorder, all steps of the run are known.
 
     Args:
         number: Number of the captured step.
@@ -193,5 +194,7 @@ def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:
 
 
 def read_uncaptured(path: Path) -> list[UncapturedStep]:
-    """Return the readable records of the file, in the order of writing; empty if there is no file."""
+    """Return the readable records of a file in `uncaptured/`, in the order of writing; empty if there is no
+    file.
+    """
     return [step for step in read_lines(path, UncapturedStep) if step.dur_ns >= 0]

@@ -1,5 +1,5 @@
-"""Integrations of stepscope into frameworks: callbacks, loggers and options. The rest of stepscope imports
-none of them.
+"""Integrations of stepscope into frameworks: callbacks, loggers and options. Other modules of stepscope do
+not import them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["add_arguments", "config_from_args"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options `--stepscope-...`, and return the parser.
+    """Add the options `--stepscope-...` to `parser`, and return it.
 
-    slime, miles and Megatron take this function as it is: `parse_args(add_arguments)`.
+    slime, miles and Megatron accept this function as an argument: `parse_args(add_arguments)`.
     """
     group = parser.add_argument_group("stepscope")
     group.add_argument("--stepscope-steps", metavar="STEPS", help="steps to capture: 2,10:50:10 or every:50")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def config_from_args(args: argparse.Namespace) -> ProfileConfig:
-    """Return the configuration of the parsed options of `add_arguments`, for `stepscope.configure`.
+    """Return the configuration from the parsed options of `add_arguments`, for `stepscope.configure`.
 
     The options override the environment, which overrides the file.
 

@@ -1,4 +1,4 @@
-"""Captures of a loop that calls a callback when a step begins and when it ends."""
+"""Base of callbacks for frameworks that call a method when a step begins and when it ends."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class StepsCallback:
-    """Base of the callbacks. It captures the steps that its methods begin and end."""
+    """Base of the callbacks. `entries` name the methods that begin and end steps."""
 
     entries: ClassVar[tuple[Mapping[str, object], ...]]
-    """Entries of `instrument`: methods of the callback, with `step`, and functions of its framework."""
+    """Entries of `instrument`: methods that begin and end steps, and functions of the framework."""
 
     def __init__(
         self,
         source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Configure this process. The arguments are those of `stepscope.configure`; without any, the present
+        """Configure this process, with the arguments of `stepscope.configure`. Without arguments, the current
         configuration is kept.
 
         Raises:

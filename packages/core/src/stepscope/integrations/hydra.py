@@ -1,6 +1,6 @@
 """The block `stepscope` of a Hydra configuration: `+stepscope.steps=[2]` on the command line.
 
-Importing this module adds the group `stepscope`: `+stepscope=default` lists every setting with its default.
+This module adds the config group `stepscope`: `+stepscope=default` adds every setting with its default.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ ConfigStore.instance().store(group="stepscope", name="default", node=ProfileConf
 
 
 def config_from_hydra(cfg: Mapping[str, object]) -> ProfileConfig:
-    """Return the configuration in the block `stepscope` of `cfg`, for `stepscope.configure`.
+    """Return the configuration from the block `stepscope` of `cfg`, for `stepscope.configure`.
 
-    The block replaces the file, and the environment overrides it. Without the block, only the environment
-    counts.
+    The block replaces the file. The environment overrides the block, and is used alone if there is no block.
 
     Args:
-        cfg: The whole configuration, as the function that `hydra.main` decorates gets it.
+        cfg: The whole configuration, as `hydra.main` passes it to the decorated function.
 
     Raises:
-        ConfigError: as `stepscope.configure`; also if the block is no mapping.
+        ConfigError: as `stepscope.configure`; also if the block is not a mapping.
     """
     block = cfg.get("stepscope")
     if OmegaConf.is_config(block):

@@ -1,4 +1,4 @@
-"""A callback for Lightning's `Trainer`, of the package lightning or pytorch_lightning.
+"""A callback for Lightning's `Trainer`, in the package lightning or pytorch_lightning.
 
 Trainer(..., callbacks=[StepscopeCallback(steps=[2])])
 """
@@ -54,13 +54,13 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     {**_STRATEGY, "name": "Strategy.backward", "stage": "update_actor_backward"},
     {**_STRATEGY, "name": "Strategy.optimizer_step", "stage": "update_actor_optimizer"},
 )
-"""Entries that bound a step, and the stages of every module. A step begins with its first batch, and goes on
-until the optimizer's next one, so that its evaluation and checkpoint belong to it. An exception propagates
-through `Trainer.fit`."""
+"""Entries that begin and end steps, and the stages of a step. A step begins with its first batch and lasts
+until the first batch of the next step, so that evaluation and checkpoint after the update belong to the step.
+The last step ends with `Trainer.fit`, also after an exception."""
 
 
 class StepscopeCallback(StepsCallback, Callback):  # type: ignore[misc]  # mypy does not see lightning
-    """Captures the selected steps of the optimizer on every rank, numbered by `trainer.global_step`.
+    """Callback that captures the selected steps on every rank. Steps are counted by `trainer.global_step`.
 
     Batches whose gradients are accumulated belong to one step.
     """

@@ -1,4 +1,4 @@
-"""A callback for the `Trainer` of transformers, and for those of TRL.
+"""A callback for the `Trainer` of transformers and the trainers of TRL.
 
 Trainer(..., callbacks=[StepscopeCallback(steps=[2])])
 """
@@ -14,7 +14,7 @@ except ImportError as error:
     raise ImportError(message) from error
 
 _ENTRIES: tuple[dict[str, object], ...] = (
-    {  # what comes before `on_step_begin`
+    {  # begins the step before `on_step_begin`, with its batch
         "module": "transformers.trainer",
         "name": "Trainer.get_batch_samples",
         "step": "begin",
@@ -66,15 +66,15 @@ _ENTRIES: tuple[dict[str, object], ...] = (
         "stage": "update_actor_optimizer",
     },
 )
-"""Entries that bound a step, and the stages of every `Trainer`. A step goes on until the next batch is
-fetched, so that its evaluation and its checkpoint belong to it. An exception propagates through
-`Trainer.train`."""
+"""Entries that begin and end steps, and the stages of a step. A step lasts until the next batch is fetched,
+so that evaluation and checkpoint after the update belong to the step. The last step ends with
+`Trainer.train`, also after an exception."""
 
 
 class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not see transformers
-    """Captures the selected steps of the optimizer on every rank, numbered by `state.global_step`."""
+    """Callback that captures the selected steps on every rank. Steps are counted by `state.global_step`."""
 
     entries = _ENTRIES
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Open the capture of a selected step, if fetching its batch has not: see `_ENTRIES`."""
+        """Begin the step, if fetching its batch has not begun it: see `_ENTRIES`."""

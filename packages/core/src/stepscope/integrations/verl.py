@@ -1,12 +1,12 @@
 """stepscope inside verl: a backend of its `Tracking`, and a tool of its `DistProfiler`.
 
-From 0.9 on, verl loads this module wherever it is imported: it is an entry point of the group `verl.plugins`.
-In older versions VERL_USE_EXTERNAL_MODULES names it. The preset `verl` loads it too. Each part waits until
-verl imports what it belongs to, so this imports nothing of verl.
+Since 0.9, importing verl imports this module too, because it is an entry point of the group `verl.plugins`.
+For older versions, set VERL_USE_EXTERNAL_MODULES to this module. The preset `verl` imports it too. It does
+not import verl: each part is added when verl imports the module that the part extends.
 
-Where verl's own configuration selects stepscope, its trainer publishes that configuration for the whole Ray
-job, in the key-value store of Ray's control service, which all nodes reach. A process of the job that imports
-verl later, on whatever node, finds it here, before it imports what is instrumented.
+If verl's configuration selects stepscope, the trainer publishes stepscope's configuration for the Ray job in
+Ray's key-value store, which all nodes can reach. A process of the job that imports verl later takes the
+configuration from there, before it imports the modules to instrument.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PLACES = {
     "verl.trainer.ppo.ray_trainer": "stepscope.integrations.verl_tool",
     "verl.trainer.ppo.v1.trainer_base": "stepscope.integrations.verl_tool",
 }
-"""{module of verl: module of stepscope whose `extend` is called with it}."""
+"""{module of verl: module of stepscope whose `extend` is called with the module of verl}."""
 _NAMESPACE = "stepscope"
 
 
 def publish(config: ProfileConfig) -> None:
-    """Make `config` available to the processes that this job starts from now on. Does nothing without Ray."""
+    """Publish `config` for processes that this Ray job starts from now on. Do nothing without Ray."""
     key = _key()
     if key is not None:
         from ray.experimental import internal_kv
@@ -61,7 +61,7 @@ def publish(config: ProfileConfig) -> None:
 
 
 def published() -> ProfileConfig | None:
-    """Return the configuration that a process of this job published, or None."""
+    """Return the configuration that was published for this Ray job, or None."""
     key = _key()
     if key is None:
         return None
@@ -72,7 +72,7 @@ def published() -> ProfileConfig | None:
 
 
 def _key() -> bytes | None:
-    """Return the key of this job; None if this process is not connected to Ray."""
+    """Return the key of this Ray job, or None if this process is not connected to Ray."""
     ray = identity.connected()
     if ray is None:
         return None
@@ -82,17 +82,17 @@ def _key() -> bytes | None:
 def _extend(module: ModuleType) -> None:
     try:
         import_module(_PLACES[module.__name__]).extend(module)
-    except ours() as error:  # the import is the user's, and succeeds
+    except ours() as error:  # the user's import must succeed
         failures.note(f"stepscope in {module.__name__}", error)
 
 
 def _join_the_job() -> None:
-    """Use the configuration that the trainer of this Ray job has published, if there is one."""
+    """Use the configuration that was published for this Ray job, if there is one."""
     try:
         config = None if switch.DISABLED else published()
         if config is not None:
             configure.start_up(config)
-    except ours() as error:  # likewise
+    except ours() as error:  # the user's import must succeed
         failures.note("taking the configuration of verl's trainer", error)
 
 
@@ -102,18 +102,18 @@ _join_the_job()
 
 
 class MetricsLog:
-    """The log of one training loop. Several calls for one step add to one file."""
+    """Writer of the numbers that one training loop logs. Several calls for a step add to one file."""
 
     def __init__(self, save_path: str | os.PathLike[str]) -> None:
-        """Make a log of the run in the folder `save_path`."""
+        """Write into the step folders below `save_path`."""
         self._layout = RunLayout(save_path)
         self._step: int | None = None
         self._values: dict[str, float] = {}
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Keep the numbers among `values` if the step has a folder. Never raise, and write on another thread.
+        """Write the numbers in `values` on another thread, if the step has a folder. Never raise.
 
-        Texts, tensors with several elements, NaN and infinities are left out.
+        Other values are left out: text, tensors with several elements, NaN and infinities.
         """
         if switch.DISABLED:
             return
@@ -121,7 +121,7 @@ class MetricsLog:
             earlier = self._values if step == self._step else {}
             self._step, self._values = step, {**earlier, **_numbers(values)}
             metrics = StepMetrics(run_id=run.run_id(), step=step, values=self._values)
-            # After the exports of the capture, which make the folder.
+            # Queued after the exports of the capture, which create the folder.
             output.exporter().then(partial(self._write, metrics), deferred=False)
         except ours() as error:
             failures.note("keeping the trainer's numbers", error)
@@ -129,7 +129,7 @@ class MetricsLog:
     def _write(self, metrics: StepMetrics) -> None:
         layout = self._layout.step(metrics.step)
         if not layout.root.is_dir():
-            return  # a step that is not captured
+            return  # the step was not captured
         try:
             write_metrics(layout, metrics)
         except ours(OSError) as error:
@@ -145,13 +145,13 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
             number = float(cast(SupportsFloat, value))
             if math.isfinite(number):
                 numbers[str(name)] = number
-        except ours(TypeError, ValueError, OverflowError, RuntimeError):  # no number
+        except ours(TypeError, ValueError, OverflowError, RuntimeError):  # not a number
             continue
     return numbers
 
 
 BACKEND = "stepscope"
-"""Name in `trainer.logger`."""
+"""Name of the backend in `trainer.logger`."""
 
 
 ANNOTATED = {
@@ -161,8 +161,8 @@ ANNOTATED = {
     "vllm_generate": ("rollout", "generate"),
     "sglang_generate": ("rollout", "generate"),
 }
-"""{name of an annotation: (role, stage) in the preset `verl`}. Other annotations keep their name and get the
-role of the enclosing span."""
+"""{name of verl's annotation: (role, stage) of the same work in the preset `verl`}. Spans of other
+annotations have the annotation's name and the role of the enclosing span."""
 _REPLICA = re.compile(r"replica_(\d+)")
 
 
@@ -170,28 +170,28 @@ class StepscopeLogger:
     """A `Tracking` backend that writes verl's numbers of each captured step into the step's folder."""
 
     def __init__(self) -> None:
-        """Log into the folder of the configured run."""
+        """Write into the folder of the configured run."""
         self._metrics = MetricsLog(configure.current().save_path)
 
     def log(self, data: Mapping[str, object], step: int) -> None:
-        """Keep the numbers of a step. Called by `Tracking.log`."""
+        """Write the numbers of a step. `Tracking.log` calls this."""
         self._metrics.log(step, data)
 
 
 def extend(tracking: ModuleType) -> None:
-    """Add the backend to `Tracking` in verl's module, because verl has no function for that."""
+    """Add the backend to `Tracking` in verl's module. verl has no function for this."""
     supported: list[str] = tracking.Tracking.supported_backend
     if BACKEND not in supported:
         supported.append(BACKEND)
         wrapt.wrap_function_wrapper(tracking, "Tracking.__init__", _make_backends)
-    if hasattr(getattr(tracking, "RLInsightLogger", None), "trace_state"):  # from 0.9 on
+    if hasattr(getattr(tracking, "RLInsightLogger", None), "trace_state"):  # since verl 0.9
         wrapt.wrap_function_wrapper(tracking, "RLInsightLogger.trace_state", _trace_state)
 
 
 def _make_backends(
     make: Callable[..., None], tracking: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Make verl's own backends, then this one if its name is among the names."""
+    """Call the original `__init__`, then add this backend if its name is in `default_backend`."""
     make(*args, **kwargs)
     names: Any = inspect.signature(make).bind(*args, **kwargs).arguments.get("default_backend", ())
     if BACKEND in ([names] if isinstance(names, str) else names):
@@ -204,9 +204,7 @@ def _trace_state(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> AbstractContextManager[None]:
-    """Return verl's annotation of a state, with a span around it if annotations are on and a capture
-    records.
-    """
+    """Return verl's annotation, within a span if annotations are on and a capture is open."""
     theirs = trace(*args, **kwargs)
     if slot.active is None or not logger.enabled():
         return theirs
@@ -221,7 +219,7 @@ def _trace_state(
 
 
 def _is_open(role: str | None, stage: str) -> bool:
-    """Return whether the preset has already opened a span of that work here, for the same function."""
+    """Return whether a span of the same role and stage is open in this task, which the preset has opened."""
     scope: Any = current.get()
     while scope is not None:
         if (getattr(scope, "role", None), getattr(scope, "stage", None)) == (role, stage):

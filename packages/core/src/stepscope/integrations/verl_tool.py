@@ -1,8 +1,8 @@
-"""`stepscope` among verl's profiler tools: `global_profiler.tool=stepscope`, with the options of `torch`.
+"""The profiler tool `stepscope` in verl: `global_profiler.tool=stepscope`, with the options of `torch`.
 
-A PPO trainer of verl takes its configuration from there, with the preset `verl`: the driver captures whole
-steps. Under other trainers each worker's `DistProfiler` opens captures of its own, of the steps and on the
-ranks that verl selects.
+In a PPO trainer, the driver captures whole steps, with the preset `verl` and the settings of verl's profiler.
+In other trainers, the `DistProfiler` of each worker opens its own captures, of the steps and on the ranks
+that verl selects.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 TOOL = "stepscope"
-"""Name of the tool in `global_profiler.tool`."""
+"""Name of the tool in verl's configuration."""
 _AS_TORCH = {"tool": "torch", "finish_hook_cmd": None}
-"""Values that replace those of a block that names the tool. verl runs the finish command itself."""
+"""Values that are replaced in a block of verl's configuration that names the tool. verl runs the finish
+command itself."""
 _SPANS_ALONE: Mapping[str, object] = {"*": {"profiler": "off", "engine": {"profiler": "off"}}}
 
 Method = Callable[..., Any]
 
 _capture: Capture | None = None
-"""The capture that a worker of this process opened; None if none did. verl nests workers in one process: the
-first that is started opens the capture for all. One writer: `WorkerProfiler`.
-"""
+"""The capture that a worker of this process has opened, or None. verl may place several workers in one
+process: the first worker that starts opens the capture for all. One writer: `WorkerProfiler`."""
 
 
 def extend(module: ModuleType) -> None:
-    """Add the tool to the PPO trainers or the `DistProfiler` in verl's module, because verl has no function
-    for that.
+    """Add the tool to the PPO trainers or the `DistProfiler` in verl's module. verl has no function for
+    this.
     """
     for name, wrapper in (
         ("PPOTrainer", _make_trainer),
@@ -64,16 +64,16 @@ def _make_trainer(
         config = configure.configure(read_config(trainer.config))
         try:
             verl.publish(config)
-        except ours() as error:  # its workers get it with the first capture, which is late for an engine
+        except ours() as error:  # workers get it with the first capture instead
             failures.note("publishing the configuration for verl's workers", error)
 
 
 def read_config(config: DictConfig) -> ProfileConfig:
-    """Return the configuration that equals verl's, with the preset `verl`, so that the whole step is
-    captured.
+    """Return verl's profiler settings as a configuration of stepscope, with the preset `verl`, so that whole
+    steps are captured.
 
-    verl's values replace the file, and the environment overrides them. If verl enables no role's profiler,
-    spans are recorded and no profiler runs.
+    verl's settings replace the file; the environment overrides them. If verl does not enable the profiler of
+    any role, only spans are recorded.
 
     Args:
         config: The configuration that verl's trainer gets.
@@ -91,7 +91,7 @@ def read_config(config: DictConfig) -> ProfileConfig:
 
 
 def _as_torch(tree: Any) -> Any:
-    """Return the tree in which the tool's blocks are replaced by equal blocks of the tool `torch`."""
+    """Return a copy of verl's configuration in which blocks of this tool are blocks of the tool `torch`."""
     if not isinstance(tree, dict):
         return tree
     block = {**tree, **_AS_TORCH} if tree.get("tool") == TOOL else tree
@@ -109,7 +109,7 @@ def _make_profiler(
 
 
 class WorkerProfiler:
-    """The profiler of one verl worker, behind its `DistProfiler`."""
+    """The profiler of one worker of verl, which its `DistProfiler` calls."""
 
     def __init__(self, rank: int, config: Any, role: str | None) -> None:
         """Read verl's `ProfilerConfig` of a role.
@@ -124,12 +124,12 @@ class WorkerProfiler:
         self._timed: dict[Method, Method] = {}
 
     def start(self, **kwargs: object) -> None:
-        """Open a capture of the step `profile_step`, unless a capture records this process already."""
+        """Open a capture of the step `profile_step`, unless a capture is open in this process already."""
         global _capture
         if _capture is not None or slot.session() is not None:
             return
         step = kwargs.get("profile_step", kwargs.get("global_step"))
-        if step is None:  # a guess would file the traces under a wrong step
+        if step is None:  # a guess could store the traces under a wrong step
             failures.warn("stepscope: %s is not recorded: start_profile got no profile_step", self._role)
             return
         try:
@@ -151,27 +151,29 @@ class WorkerProfiler:
         advance()
 
     def annotate(self, message: str | None = None, **kwargs: Any) -> Callable[[Method], Method]:
-        """Return a decorator that times a worker's method.
+        """Return a decorator that records a worker's method as a span.
 
-        The stage is verl's `role` (`actor_update`), else `message`, else the method's name. Nothing is timed
-        within the driver's capture, whose preset already times these methods.
+        The stage is verl's `role` (`actor_update`), else `message`, else the method's name. Without a capture
+        by a worker, the method is not wrapped: in the driver's capture, the preset already records it.
         """
         stage = kwargs.get("role") or message
         return lambda method: self._annotate(method, str(stage or method.__name__)) if _capture else method
 
     def _annotate(self, method: Method, stage: str) -> Method:
-        if method not in self._timed:  # verl decorates at each call
+        if method not in self._timed:  # verl decorates the method again at each call
             try:
                 timed = api.timed(method, role=self._role, stage=stage, attrs=None)
                 self._timed[method] = cast(Method, timed)
-            except TypeError as error:  # verl annotates whatever can be called
+            except TypeError as error:  # the callable cannot be wrapped
                 failures.note(f"timing {stage}", error)
                 self._timed[method] = method
         return self._timed[method]
 
 
 def _one_worker(config: Any, role: str) -> ProfileConfig:
-    """Return verl's `ProfilerConfig` of one role as this process' configuration. verl selects the steps."""
+    """Return a configuration for this process from verl's `ProfilerConfig` of one role. It selects every
+    step, because verl selects the steps.
+    """
     options = _plain((config.tool_config or {}).get("torch") or {})
     block = {"enable": True, "all_ranks": config.all_ranks, "ranks": list(config.ranks)}
     tree = {
@@ -183,9 +185,7 @@ def _one_worker(config: Any, role: str) -> ProfileConfig:
 
 
 def _plain(options: Any) -> dict[str, Any]:
-    """Return the options of a tool as a dict. They may be one of verl's dataclasses, a mapping or a
-    `DictConfig`.
-    """
+    """Return the options of a tool (a dataclass of verl, a mapping or a `DictConfig`) as a dict."""
     if OmegaConf.is_config(options):
         options = OmegaConf.to_container(options, resolve=True)
     if not isinstance(options, Mapping):

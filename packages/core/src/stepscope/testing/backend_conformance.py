@@ -1,4 +1,4 @@
-"""The contract of `Backend`, as tests. Subclass `BackendConformance` and give it `make_backend`:
+"""The protocol `Backend`, as tests. Subclass `BackendConformance` and define the fixture `make_backend`:
 
     class TestMyBackend(BackendConformance):
         @pytest.fixture def make_backend(self):
@@ -7,8 +7,8 @@
         def stages_in(self, path):
             return set(re.findall(r"actor\\.(\\w+)", path.read_text()))
 
-The methods under "Optional controls" may be overridden. A test that needs another one is skipped and names
-it. A profiler that breaks the contract may crash the test process.
+Override the methods under "Optional controls" if the profiler allows it. A test that needs a control which is
+not overridden is skipped, and its message names the control. A faulty backend may crash the test process.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ MakeBackend: TypeAlias = Callable[[], Backend]
 
 
 class BackendConformance:
-    """The contract of `Backend`. Every test leaves the backend idle."""
+    """Tests of the protocol `Backend`. Every test leaves the backend idle."""
 
     @pytest.fixture
     def make_backend(self) -> MakeBackend:
-        """Return a function that makes a new, idle backend at each call."""
+        """Return a function that returns a new, idle backend at each call."""
         raise NotImplementedError("override the fixture `make_backend`")
 
     # Optional controls.
 
     def work(self) -> None:
-        """Run some code that the profiler records."""
+        """Run some code that the profiler can record."""
 
     def stages_in(self, path: Path) -> set[str] | None:
-        """Return the stages of the markers in a written trace; None if the profiler has no markers."""
+        """Return the stages of the markers in a written trace, or None if the profiler has no markers."""
         return None
 
     def fail_halfway(self, backend: Backend) -> Callable[[], None]:
-        """Make the next start fail after a part of it has run. Return a function that repairs it."""
+        """Make the next start fail after it has begun. Return a function that undoes this."""
         _cannot("fail_halfway")
 
     # The contract.
@@ -229,7 +229,7 @@ class BackendConformance:
             backend.start(a_window(stage="update", index=index))
             discard(backend.stop())
 
-    # Steps that tests share.
+    # Helpers of the tests.
 
     def _record(self, backend: Backend, window: Window, folder: Path) -> list[Path]:
         backend.start(window)
@@ -248,7 +248,7 @@ def a_window(step: int = 2, stage: str | None = None, index: int = 0) -> Window:
 
 
 def written(pending: list[PendingArtifact], folder: Path) -> list[Path]:
-    """Write these artifacts and return their files. There must be at least one artifact."""
+    """Write the artifacts and return their files. There must be at least one artifact."""
     assert pending, "the window has no artifact"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -274,15 +274,16 @@ def in_thread(call: Callable[[], T]) -> T:
     thread = threading.Thread(target=lambda: results.append(call()), name="test-thread")
     thread.start()
     while thread.is_alive():
-        thread.join(0.01)  # short: a join of any length keeps the main thread in C code
+        thread.join(0.01)  # short, because a join keeps the main thread in C code
     assert results, "the thread raised"
     return results[0]
 
 
 def in_child(passes: Callable[[], bool], timeout_s: float = 30) -> bool:
-    """Return whether `passes` returns True in a forked child, which then exits without clean-up."""
+    """Return whether `passes` returns True in a forked child. The child exits without clean-up."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is the point
+        # This warns of a fork with threads, which is tested.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         signal.alarm(int(timeout_s))  # a child that hangs is killed

@@ -1,4 +1,5 @@
-"""The contract of `EngineProfiler`, as tests. Subclass `EngineConformance` and give it `make_profiler`:
+"""The protocol `EngineProfiler`, as tests. Subclass `EngineConformance` and define the fixture
+`make_profiler`:
 
     class TestMyEngine(EngineConformance):
         honours = frozenset({"iterations", "with_stack"})
@@ -10,10 +11,10 @@
         async def work(self, profiler, iterations):
             await profiler.engine.generate(iterations)
 
-Override methods under "Optional controls" where the engine can. A test whose control is not overridden is
-skipped, and names it. A skipped test proves nothing: a fake that breaks on demand helps.
+Override the methods under "Optional controls" if the engine allows it, if need be with a fake that fails on
+demand. A test that needs a control which is not overridden is skipped, and its message names the control.
 
-This file has more than 400 lines, because a suite that others subclass is read and copied as a whole.
+This file has more than 400 lines, because people read and copy the suite as a whole.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _OPTIONS: Mapping[str, object] = {
     "by_stage": True,
     "merge": True,
 }
-"""All capture options that an engine may be unable to honour, switched on."""
+"""{option that an engine may not support: a value that needs the support}."""
 
 
 def _on_the_loop(
@@ -62,39 +63,42 @@ def _on_the_loop(
 
 
 class EngineConformance:
-    """The contract of `EngineProfiler`. Every test leaves the engine idle."""
+    """Tests of the protocol `EngineProfiler`. Every test leaves the engine idle."""
 
     honours: ClassVar[frozenset[str]] = frozenset()
-    """The capture options that this engine honours. If requested, the others are reported as ignored."""
+    """The capture options that this engine supports. Other options, if requested, must be reported as
+    ignored."""
     side_by_side: ClassVar[bool] = True
     """True if two replicas can record at once in this process."""
     any_loop: ClassVar[bool] = True
-    """True if captures may come from different event loops; False if the engine is bound to one."""
+    """True if captures may come from different event loops; False if the engine is bound to one event
+    loop."""
     quick_s: ClassVar[float] = 5.0
-    """The longest duration of a call that must not wait for a deadline (a stop after the engine died)."""
+    """Longest duration of a call that must not wait for a deadline, such as a stop after the engine has
+    died."""
     longest_block_s: ClassVar[float] = 0.5
-    """The longest time for which the event loop may stand still: a noisy machine pauses for less, a blocking
-    call for more."""
+    """Longest time that the event loop may be blocked. A noisy machine stays below this; a blocking call does
+    not."""
 
     @pytest.fixture
     def make_profiler(self) -> MakeProfiler:
-        """Return `make_profiler(tmp_path, replica)`, which makes an idle profiler of a working engine.
+        """Return a function of (tmp_path, replica) that returns an idle profiler of a working engine.
 
-        The tests call it on an event loop.
+        The tests call the function on an event loop.
         """
         raise NotImplementedError("override the fixture `make_profiler`")
 
     def run(self, scenario: Coroutine[None, None, T]) -> T:
-        """Run one test's coroutine. Override it for an engine that lives in an event loop of its own."""
+        """Run the coroutine of one test. Override this for an engine that has its own event loop."""
         return asyncio.run(scenario)
 
     # Optional controls.
 
     async def work(self, profiler: EngineProfiler, iterations: int) -> None:
-        """Make the engine run this many iterations, so that there is something to record."""
+        """Make the engine run this many iterations."""
 
     async def recording(self, profiler: EngineProfiler) -> bool | None:
-        """Return whether any worker of the engine records now; None if unknown."""
+        """Return whether any worker of the engine is recording, or None if unknown."""
         return None
 
     async def die(self, profiler: EngineProfiler) -> None:
@@ -325,7 +329,7 @@ class EngineConformance:
             await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait([starting])
-        if not starting.cancelled():  # it was through before
+        if not starting.cancelled():  # it had ended before
             starting.result()
             await profiler.stop()
         await self._assert_idle_and_usable(profiler, tmp_path)
@@ -407,7 +411,7 @@ class EngineConformance:
         await asyncio.wait([heart])
         assert heart.result() < self.longest_block_s, "start or stop blocked the event loop"
 
-    # Steps that tests share.
+    # Helpers of the tests.
 
     def _needs(self, method: str) -> None:
         if getattr(type(self), method) is getattr(EngineConformance, method):
@@ -437,7 +441,7 @@ class EngineConformance:
 
 
 def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "capture") -> EngineCapture:
-    """Return a plain capture below `root`. Its folders do not exist yet."""
+    """Return a capture with default options below `root`. Its folders do not exist yet."""
     layout = StepLayout(root / f"step_{step:06d}")
     return EngineCapture(
         step=step,
@@ -451,7 +455,7 @@ def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "captu
 
 
 def assert_complete(artifact: Artifact, capture: EngineCapture) -> None:
-    """Assert that the artifact's file and sidecar lie below the capture's folder and match the record."""
+    """Assert that the artifact's file and sidecar are in the capture's folder and match the artifact."""
     root = Path(capture.step_dir)
     path = root / artifact.path
     assert not Path(artifact.path).is_absolute(), f"{artifact.path} is not relative to the step folder"
@@ -477,7 +481,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 async def longest_gap_s() -> float:
-    """Run until cancelled, and return the longest time that the event loop took to come back to this task."""
+    """Run until cancelled, and return the longest time that the event loop did not run this task."""
     longest, last = 0.0, time.monotonic()
     try:
         while True:

@@ -1,4 +1,4 @@
-"""A profiler in memory. It records the markers of its window, and fails on demand."""
+"""A backend without a profiler, which records the markers of its window and can be made to fail."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stepscope.errors import BackendError, ProfilerBusyError
 class FakeBackend:
     """A backend that passes `BackendConformance`.
 
-    Its traces are JSON: {"step": 2, "stage": null, "events": [...]}.
+    Its traces are JSON files: {"step": 2, "stage": null, "events": [...]}.
     """
 
     name = "fake"
 
     def __init__(self, config: ProfileConfig | None = None) -> None:
         self.fails_to_start = False
-        """True to make the next start raise after it has locked the process."""
+        """True to make `start` fail after it has locked the process."""
         self.lacks: str | None = None
-        """The value of `PendingArtifact.lacking` in its recordings."""
+        """Value of `PendingArtifact.lacking` in the backend's recordings."""
         self._window: Window | None = None
         self._events: list[str] = []
 
@@ -38,7 +38,7 @@ class FakeBackend:
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        self._window, self._events = window, []  # first: if an interrupt follows, stop() undoes it
+        self._window, self._events = window, []  # set first, so that stop() cleans up
         try:
             PROCESS_LOCK.acquire(f"the fake trace of step {window.step}", by=self)
             if self.fails_to_start:
@@ -63,7 +63,7 @@ class FakeBackend:
         window = self._window
         if window is None:
             return []
-        in_child = PROCESS_LOCK.holder is None  # a fork
+        in_child = PROCESS_LOCK.holder is None  # the fork freed the lock
         self._end()
         if in_child:
             return []
@@ -79,4 +79,4 @@ class FakeBackend:
 
     def _end(self) -> None:
         PROCESS_LOCK.release(by=self)
-        self._window = None  # last: after an earlier interrupt, stop() repeats everything
+        self._window = None  # cleared last, so that stop() after an interrupt repeats everything

@@ -1,8 +1,8 @@
-"""An inference engine in memory, with faults to switch on, and its profiler.
+"""A fake inference engine, which can be made to fail, and its profiler.
 
-The profiler is the pattern for real adapters. It reserves the engine before the first await. A start that
-fails or is cancelled stops everything that had begun. Files are described once they are complete, and disk
-work runs outside of the event loop.
+The profiler is an example for real adapters. It reserves the engine before the first await. A start that
+fails or is cancelled stops every worker that had begun. Sidecars are written after their files are complete,
+and disk work runs outside of the event loop.
 """
 
 from __future__ import annotations
@@ -49,23 +49,21 @@ class Recording:
 
 
 class FakeEngine:
-    """Workers that only count iterations, and can record them. Set a fault before the call that should
-    fail.
-    """
+    """An engine whose workers only count iterations. Set an attribute to make the next call fail or hang."""
 
     def __init__(self, workers: int = 2) -> None:
         self.workers = workers
         self.recordings: dict[int, Recording] = {}
-        """{worker: its open recording}"""
+        """{worker: its open recording}."""
         self.dead = False
         self.fails_to_start: int | None = None
-        """Number of the worker that raises at its start, or None."""
+        """Number of the worker whose start raises, or None."""
         self.hangs_on_start: int | None = None
-        """Number of the worker that never answers a start, or None. The others answer."""
+        """Number of the worker that never answers a start, or None. Other workers answer."""
         self.hangs_on_stop: int | None = None
 
     async def generate(self, iterations: int) -> None:
-        """Run `iterations` forward passes; other tasks run between them."""
+        """Run `iterations` forward passes. Other tasks may run between passes."""
         for _ in range(iterations):
             began = time.time_ns()
             await asyncio.sleep(0)
@@ -90,7 +88,7 @@ class FakeEngine:
         if self.dead:
             raise ConnectionError("the engine process has died")
         if hangs:
-            await asyncio.Event().wait()  # never set: only a cancellation ends this
+            await asyncio.Event().wait()  # never set, so only a cancellation ends the wait
         await asyncio.sleep(0)
 
 
@@ -173,7 +171,7 @@ class FakeEngineProfiler(EngineProfilerBase):
 
 
 async def _all(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Return the results once every call has ended. If calls failed, raise the first failure then."""
+    """Wait until every call has ended. Return the results, or raise the first error."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

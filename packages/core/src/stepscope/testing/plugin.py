@@ -1,7 +1,7 @@
-"""Fixtures for tests of code that stepscope instruments: `stepscope_run` and `stepscope_clock`.
+"""Pytest fixtures for tests of instrumented code: `stepscope_run` and `stepscope_clock`.
 
-Load them with `pytest_plugins = ["stepscope.testing.plugin"]`, in the root conftest.py or a test module. A
-`pytest11` entry point would load them into every pytest run wherever stepscope is installed.
+Load the fixtures with `pytest_plugins = ["stepscope.testing.plugin"]` in the root conftest.py or a test
+module. They are not a `pytest11` entry point, which every pytest run with stepscope installed would import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from stepscope.testing.recorded_run import FakeClock, RecordedRun
 
 @pytest.fixture
 def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
-    """Configure a run in `tmp_path` in which each `capture` records spans; restore the old one afterwards."""
+    """Configure a run in `tmp_path` whose captures record spans. The old configuration is restored
+    afterwards.
+    """
     before = configure._configured
     try:
         yield RecordedRun(tmp_path / "stepscope")

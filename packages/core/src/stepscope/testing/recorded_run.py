@@ -1,4 +1,4 @@
-"""A run for tests, which records spans in a folder of its own and reads them back."""
+"""A run for tests, which records spans into its own folder and reads them back."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ WALL_NS = 1_750_000_000_000_000_000
 
 
 class FakeClock:
-    """A clock for this process' spans and clock anchors, inside of its `with` block.
+    """A clock that replaces the clock of spans and clock anchors in this process, within its `with` block.
 
     Budgets, deadlines and the costs in the manifest use the real clock, so that a test that hangs still ends.
     """
 
-    CLOCK_MONOTONIC_RAW = 4  # as in the module `time`, in whose place it stands
+    CLOCK_MONOTONIC_RAW = 4  # as in the module `time`, which this object replaces
 
     def __init__(self) -> None:
         self.now_ns = START_NS
 
     def advance(self, seconds: float) -> None:
-        """Move the clock on, to the nanosecond.
+        """Move the clock forward by `seconds`.
 
         Raises:
-            ValueError: `seconds` is negative: the clock of spans never goes back.
+            ValueError: `seconds` is negative. The clock of spans never goes back.
         """
         if seconds < 0:
             raise ValueError(f"advance(seconds) is {seconds}; allowed: 0 or more")
@@ -72,7 +72,7 @@ class FakeClock:
 
 
 def finished_spans(save_path: str | Path, step: int | None = None) -> list[Span]:
-    """Return the finished spans of closed captures, of one step or of all, by their start."""
+    """Return the finished spans of closed captures, ordered by start: of `step`, or of all steps."""
     layout = RunLayout(save_path)
     steps = layout.steps() if step is None else [step]
     files = [file for number in steps for file in sorted(layout.step(number).spans.glob("*.jsonl"))]
@@ -90,7 +90,7 @@ class RecordedRun:
         self.layout = RunLayout(folder)
 
     def configure(self, **settings: Unpack[Settings]) -> ProfileConfig:
-        """Change the configuration: fields of `ProfileConfig`, over those of the fixture.
+        """Change fields of the configuration, which is the fixture's at first.
 
         Raises:
             ConfigError: as `stepscope.configure`.
@@ -99,7 +99,7 @@ class RecordedRun:
         return self.config
 
     def spans(self, step: int | None = None) -> list[Span]:
-        """Return the finished spans of closed captures, of one step or of all, by their start."""
+        """Return the finished spans of closed captures, ordered by start: of `step`, or of all steps."""
         return finished_spans(self.layout.root, step)
 
     def stages(self, step: int | None = None) -> list[str]:
@@ -107,7 +107,7 @@ class RecordedRun:
         return [f"{span.role}/{span.stage}" for span in self.spans(step)]
 
     def manifest(self, step: int) -> Manifest:
-        """Return the manifest of a step, as on disk.
+        """Return the manifest of a step from its files.
 
         Raises:
             RecordError: the step was not captured.

@@ -1,6 +1,6 @@
-"""Folders of captured steps with a known answer, for tests of readers and reports.
+"""Folders of captured steps with known content, for tests of readers and reports.
 
-Times are ns after the capture opened, in true time; each process turns them into its own clocks.
+Times are in ns after the opening of the capture, in true time. Each process converts them to its own clocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from stepscope.files.spans import End, Header, Open, Span, SpanLink
 from stepscope.files.values import AttrValue
 
 OPENED_NS = 1_750_000_000_000_000_000
-"""Opening of the capture: unix ns, true time."""
+"""Time at which the capture opened, in unix ns, in true time."""
 
 
 class StepFolder:
-    """One step of one run. Add processes, let them record, then `write`."""
+    """One step of one run. Add processes, record spans and counters in them, then call `write`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StepFolder:
     ) -> None:
         """
         Args:
-            capture: The number of this capture among those of the step in these processes.
+            capture: Number of the capture. A step that is retried has several captures.
         """
         self.layout: StepLayout = RunLayout(save_path).step(step)
         self.step = step
@@ -65,8 +65,8 @@ class StepFolder:
     ) -> FakeProcess:  # fmt: skip
         """Add a process.
 
-        Its wall clock is `skew_ns` ahead of true time at the opening and gains `drift_ppm`. Its monotonic
-        clock gains `mono_ppm`.
+        The wall clock of the process is `skew_ns` ahead of true time at the opening and gains `drift_ppm`.
+        Its monotonic clock gains `mono_ppm`.
         """
         pid = 1000 + len(self.processes) if pid is None else pid
         info = ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid, replica=replica)
@@ -86,7 +86,7 @@ class StepFolder:
 
 @dataclass(kw_only=True, eq=False)
 class FakeProcess:
-    """One process of a `StepFolder`. A process that is not closed counts as killed."""
+    """One process of a `StepFolder`. A process without `close` counts as killed."""
 
     info: ProcessInfo
     folder: StepFolder
@@ -98,12 +98,12 @@ class FakeProcess:
     expected: list[Expectation] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
     began: dict[str, str] = field(default_factory=dict)
-    """{`ProcessInfo.key`: name} of its workers. Only for the owner."""
+    """{`ProcessInfo.key`: name} of the workers. Set by the owner only."""
     clocks: list[ClockOffset] = field(default_factory=list)
     dropped: int = 0
     error: str | None = None
     ended_by: EndedBy | None = None
-    """The cause of an early end of its capture."""
+    """Cause of an early end of the capture, or None."""
     opened_by: OpenedBy = "program"
     prepared: bool = False
     profiled: bool = False
@@ -116,7 +116,7 @@ class FakeProcess:
     _samples: list[counter_files.Sample] = field(default_factory=list)
 
     def anchor(self, at_ns: int) -> ClockAnchor:
-        """Return the readings of its clocks at one moment of true time."""
+        """Return the readings of the process' clocks at `at_ns` in true time."""
         return ClockAnchor(wall_ns=self.wall_ns(at_ns), mono_ns=self.mono_ns(at_ns))
 
     def mono_ns(self, at_ns: int) -> int:
@@ -132,10 +132,10 @@ class FakeProcess:
         error: str | None = None, attrs: dict[str, AttrValue] | None = None, traceparent: str | None = None,
         cancelled: bool = False, thread: int | None = None,
     ) -> int:  # fmt: skip
-        """Record a span and return its number. With `end_ns=None` the span never ended.
+        """Record a span and return its number. With `end_ns=None`, the span has not ended.
 
         Args:
-            thread: Native id of its thread; None for the process' first one.
+            thread: Native id of the thread; None for the first thread.
         """
         opened = Open(
             span=len(self._records) + 1, parent=parent, link=link, role=role or self.info.role, stage=stage,
@@ -160,7 +160,7 @@ class FakeProcess:
         self, name: str, values: Mapping[int, float], *, of: str = "", unit: str = "",
         kind: CounterKind = "level", scope: CounterScope = "process",
     ) -> None:  # fmt: skip
-        """Record a counter from {time: value}."""
+        """Record the samples of a counter, {time: value}."""
         number = len(self._series)
         self._series.append(
             counter_files.Series(series=number, name=name, of=of, unit=unit, how=kind, scope=scope)
@@ -171,12 +171,12 @@ class FakeProcess:
         ]
 
     def link(self, span: int) -> SpanLink:
-        """Return the link that a carrier has to one of the process' spans."""
+        """Return the link to a span of this process, as in a carrier."""
         return SpanLink(process=self.info.key, span=span, step=self.folder.step)
 
     def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0, error_ns: int = 0) -> None:
-        """Make the owner measure the clock of `other`, with an error of `error_ns` (the way back took
-        longer).
+        """Record a measurement of the clock of `other`, with an error of `error_ns`, as if the response took
+        longer.
         """
         offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns) + error_ns
         offset = ClockOffset(

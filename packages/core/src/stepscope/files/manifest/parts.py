@@ -1,4 +1,4 @@
-"""Parts of the manifest, one per process, read back and folded into one."""
+"""Parts of the manifest (each process writes one), their reading, and the manifest that combines them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from stepscope.files.storage.reading import decode, read_file, read_records
 
 
 def with_late_files(layout: StepLayout, parts: Sequence[ProcessPart]) -> list[ProcessPart]:
-    """Return a step's parts, with the files on disk of each replica whose files may still come.
+    """Return a step's parts, with files that engines have written after the deadline of their stop.
 
-    The engine's adapter writes a sidecar beside each file, also when the process that captured the step has
-    ended. No part is changed on disk.
+    The files are found by their sidecars, which engines also write after the capturing process has ended.
+    Parts on disk are not changed.
     """
     if not any(item.pending == "late" for part in parts for item in part.expected):
         return list(parts)
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
-    sidecars = read_records(layout.sidecars(), Sidecar)  # a report names those that cannot be read
+    sidecars = read_records(layout.sidecars(), Sidecar)  # a report lists sidecars that cannot be read
     late = [sidecar for sidecar in sidecars if sidecar.artifact.path not in known]
     return [
         _with(part, [of for of in late if (of.step, of.run_id) == (part.step, part.run_id)]) for part in parts
@@ -66,18 +66,18 @@ def _entered(item: Expectation, came: Sequence[Artifact]) -> Expectation:
 
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
-"""States in ascending order of severity; `skipped` does not count."""
+"""States in ascending order of severity."""
 _LOST = (
     "it began, but its part of the manifest is not in this folder or cannot be read: it died before it wrote "
     "it, its disk is full, its host does not share this folder, or the file was removed or damaged"
 )
 _LOST_WITH_IT = "actor died: what it recorded of this step is lost with it"
 _DIED = re.compile(r"ActorDiedError: .*\bpid: (\d+)", re.DOTALL)
-"""Ray's error, which has the id of the process that died."""
+"""Matches Ray's error, which states the id of the process that died."""
 
 
 def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
-    """Return all parts in a step's folder, of all runs, and the reason for each unreadable file."""
+    """Return all parts in a step's folder, of all runs, and {path: reason} of unreadable files."""
     parts, unreadable = part_files(step)
     return list(parts.values()), unreadable
 
@@ -85,11 +85,11 @@ def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
 def part_files(
     step: StepLayout, *, but: Path | None = None, as_written: bool = False
 ) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
-    """Return the parts as `read_parts` does, by path. Files that came late are in them.
+    """Return {path: part} of all parts, with late files, and {path: reason} of unreadable files.
 
     Args:
-        but: Path of a part to leave out, because the caller has it in memory.
-        as_written: True to keep pending items of dead processes as pending; else they become missing.
+        but: Path of a part to leave out, for a caller that has this part in memory.
+        as_written: True to keep pending items of dead processes; False to change them to missing.
     """
     read = {path: _part(path) for path in _paths(step) if path != but}
     if not as_written:
@@ -105,14 +105,14 @@ def part_files(
 
 def _paths(step: StepLayout) -> list[Path]:
     try:
-        names = os.listdir(step.processes)  # a tenth of what `Path.glob` takes, at each close
+        names = os.listdir(step.processes)  # ten times faster than `Path.glob`, and called at each close
     except OSError:
         return []
     return [step.processes / name for name in sorted(names) if name.endswith(".json") and name[0] != "."]
 
 
 def _numbered(step: StepLayout, path: Path, part: ProcessPart) -> ProcessPart:
-    """Return the part with the capture's number from its file name, where earlier versions kept it."""
+    """Return the part with the number of its capture, which earlier versions stored only in the file name."""
     number = step.capture_of(path, part.process, part.run_id)
     return part if number == part.capture else msgspec.structs.replace(part, capture=number)
 
@@ -129,7 +129,7 @@ class _Head(msgspec.Struct):
 
 
 def _decoded(data: bytes) -> ProcessPart:
-    """Decode a part of a manifest. Raise RecordError if the data holds something else."""
+    """Decode a part of a manifest. Raise `RecordError` if `data` is something else."""
     version = decode(data, _Head).format
     if version == FORMAT:
         return decode(data, ProcessPart)
@@ -137,14 +137,16 @@ def _decoded(data: bytes) -> ProcessPart:
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
-    """Read an abandoned part again: its process may have written it shortly before it ended."""
+    """Read a part again if its process is dead, because the process may have written the file just before its
+    end.
+    """
     if isinstance(part, str) or not _is_abandoned(part):
         return part
     return _part(path)
 
 
 def expire_pending(part: ProcessPart) -> ProcessPart:
-    """Return the part. If its process is dead, pending items become missing."""
+    """Return the part. If its process is dead, its pending items are changed to missing."""
     if not _is_abandoned(part):
         return part
     return msgspec.structs.replace(part, expected=tuple(map(_lost, part.expected)))
@@ -158,13 +160,13 @@ def _is_abandoned(part: ProcessPart) -> bool:
 def _lost(item: Expectation) -> Expectation:
     if item.state != "pending":
         return item
-    reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # nothing is left to write them
+    reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # the files will not come
     reason = f"the process is gone: {reason}"
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason, died=True)
 
 
 class Taken(Protocol):
-    """A process that took part in a capture of the step."""
+    """What `of_the_last` needs to know of a process that took part in a capture."""
 
     @property
     def process(self) -> ProcessInfo: ...
@@ -189,11 +191,12 @@ T = TypeVar("T", bound=Taken)
 
 
 def of_the_last(taken: Sequence[T]) -> list[T]:
-    """Return the items of the last capture of a step, which may have been captured several times in the run.
+    """Return the items of the last capture of a step, which may have been captured several times.
 
-    The last capture of each process counts. If the owner captured the step again, a worker counts only if it
-    took part again. For a worker on another host, the owner's measurement of its clock decides that; else its
-    opening time does.
+    For each process, only its last capture counts. If the owner captured the step again, a worker counts only
+    if it took part again. A worker on the owner's host took part if it opened after the owner's previous
+    capture. A worker on another host took part unless the owner measured its clock in the previous capture
+    only.
     """
     last: dict[str, T] = {}
     for one in sorted(taken, key=lambda one: one.capture):
@@ -215,7 +218,7 @@ def of_the_last(taken: Sequence[T]) -> list[T]:
 
 
 def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:
-    """Return whether the worker took part in the owner's last capture, and not only in the one before."""
+    """Return whether the worker took part in `owner`, the owner's last capture, and not only in `before`."""
     if worker.process.host == owner.process.host:
         ended = before.closed or before.opened
         return worker.opened.wall_ns > ended.wall_ns
@@ -224,14 +227,15 @@ def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:
 
 
 def fold(parts: Sequence[ProcessPart]) -> Manifest:
-    """Fold one run's parts of one step: the owner first, then by role, rank, host and pid.
+    """Combine the parts of one step of one run into a manifest: the owner first, then by role, rank, host and
+    pid.
 
-    If the step was captured several times, only the parts of the last capture count.
+    If the step was captured several times, only the last capture counts.
 
-    A worker that began, according to the owner, and has no part here is missing.
+    A worker that began, according to the owner, but has no part is listed as missing.
 
     Raises:
-        RecordError: there are no parts, or they are of several runs or steps.
+        RecordError: there are no parts, or the parts belong to several runs or steps.
     """
     captures = {(part.run_id, part.step) for part in parts}
     if len(captures) != 1:
@@ -266,13 +270,13 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
 
 
 def _pids_of_the_dead(error: str | None) -> list[str]:
-    """Return the processes of which Ray's error in a step says that they died."""
+    """Return the id of the process that died according to `error`, an error of Ray."""
     found = _DIED.search(error or "")
     return [] if found is None else [found[1]]
 
 
 def worst(states: Iterable[State]) -> State:
-    """Return the worst state; `skipped` only if there is no other."""
+    """Return the worst state, or `skipped` if there is no state."""
     return max(states, key=_WORSE.index, default="skipped")
 
 

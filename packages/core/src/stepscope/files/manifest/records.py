@@ -1,8 +1,8 @@
-"""Records of the manifest: the expected content of a captured step, and its actual content.
+"""Records of the manifest: the expected results of a captured step, and their outcome.
 
-Each process of a capture writes its own part, `processes/<key>.json`, and rewrites it atomically at each
-change. So no two processes ever write one file. `manifest.json` is the fold of all parts; readers fold the
-parts again and do not need it.
+Each process of a capture writes its own part, `processes/<key>.json`, and rewrites the file atomically at
+each change, so that no two processes write the same file. `manifest.json` combines all parts. Readers combine
+the parts themselves and do not need `manifest.json`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Knob: TypeAlias = Literal[
     "trajectories",
     "weight_bucket",
 ]
-"""Effects that a setting may have, whatever its name."""
+"""Names for what a setting controls, which are the same for all frameworks."""
 KNOBS: Mapping[Knob, str] = {
     "agent_workers": "processes that run agents",
     "async_rollout": "the rollout of the next step runs beside the training",
@@ -93,14 +93,14 @@ SWITCHES = frozenset(
         "prefix_caching",
     }
 )
-"""Knobs that are switches. The other knobs are numbers, except `colocated`, which is a fact."""
+"""Knobs that can be switched on or off. `colocated` is a fact; the other knobs are numbers."""
 Value: TypeAlias = bool | int | float | str | None
 Named: TypeAlias = tuple[str, Value] | tuple[str, Value, bool | str]
-"""(name, value), or (name, value, the value that turns a switch on)."""
+"""(name, value) of a setting; for a switch, also the value that turns it on."""
 
 
 def is_number(value: object) -> TypeGuard[bool | int | float | None]:
-    """Return whether a value is a finite number, a boolean or None: such a value is no secret."""
+    """Return whether a value is a finite number, a boolean or None. Such a value cannot be a secret."""
     return value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and isfinite(value))
 
 
@@ -112,40 +112,41 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Name of the setting in the framework: `actor_rollout_ref.rollout.max_num_seqs`."""
     value: bool | int | float | str | None = None
-    """The present value, or None if the setting is unset."""
+    """The current value, or None if the setting is unset."""
     better: bool | str | None = None
     """The value that turns a switch on, if the switch is off; else None."""
 
 
 class FrameworkSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one framework or engine, in one process. At most one for each knob."""
+    """The settings of one framework or engine in one process, at most one for each knob."""
 
     framework: str
     version: str | None = None
     engine: bool = False
-    """True for an inference engine. A framework above the engine has settings for the same effects, under
-    users' names."""
+    """True for an inference engine. A framework above the engine may have settings with other names for the
+    same knobs."""
     settings: tuple[Setting, ...] = ()
 
 
 FORMAT = 2
-"""Format of the manifest and of its parts."""
+"""Version of the format of the manifest and its parts."""
 
 State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
-"""State of an expected item. `pending`: expected, and not there yet. `missing` and `failed` are final, unless
-`Expectation.pending` is set, which means that files may still come."""
+"""State of an expected item. `pending`: not there yet. `missing` and `failed` are final, unless
+`Expectation.pending` says that files may still come."""
 Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
-"""Kind of an expected item: the span file; the file of counters; a recording of this process' profiler, or of
-an inference engine; files from another host; work after the capture (hooks, `finish`); an item that the
-configuration selects; a CUDA out-of-memory snapshot."""
+"""Kind of an expected item: the span file (`spans`); the file of counters; a recording of this process'
+profiler (`trace`) or of an inference engine; files from another host (`fetch`); hooks and `finish` (`after`);
+something that the configuration selects (`selection`); a CUDA out-of-memory snapshot (`memory`)."""
 Pending: TypeAlias = Literal["closing", "exporting", "fetching", "running", "late"]
-"""The event that a pending item waits for: its process closes the capture; the file is written; the file is
-fetched from its host; the program ends; the engine writes after the deadline of its stop."""
+"""The event that a pending item waits for: the process closes the capture; the file is written (`exporting`);
+the file is fetched from another host; the program ends (`running`); an engine writes its files after the
+deadline of its stop (`late`)."""
 EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
-"""Cause of an early end: an exception of the user's, SIGTERM, the end of the process, or a capture whose
-opening failed."""
+"""Cause of an early end: an exception of the user's code, SIGTERM, the end of the process, or (`rollback`) a
+failure to open the capture."""
 OpenedBy: TypeAlias = Literal["program", "instrument"]
-"""Opener of a capture: the program's code, or an `instrument` entry for a program that is not edited."""
+"""What opened a capture: the program's own code, or an `instrument` entry."""
 _TROUBLE = ("missing", "partial", "failed")
 
 AWAITED: dict[Pending, str] = {
@@ -155,11 +156,11 @@ AWAITED: dict[Pending, str] = {
     "running": "it has not run yet",
     "late": "its files may still come",
 }
-"""{awaited event: reason as text}. Code reads `Expectation.pending` instead."""
+"""{awaited event: text of `Expectation.reason`}."""
 IDLE = "idle"
-"""Key in `ignored` that says that an engine ran nothing, so that it has no files although nothing failed."""
+"""Key in `ignored` if an engine ran no requests, so that it has no files although nothing failed."""
 LATE = "late"
-"""Key in `ignored` that says that files of an engine may come after its stop, with their sidecars."""
+"""Key in `ignored` if an engine may still write files after its stop."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,18 +171,18 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     state: State
     pending: Pending | None = None
-    """The awaited event, if `state` is pending. With another state, it means that files may still come."""
+    """The awaited event if `state` is pending. With any other state, files may still come."""
     reason: str | None = None
-    """The reason as text; no code reads it. It is set unless `state` is ok."""
+    """The reason for `state`, for people. Set unless `state` is ok."""
     artifacts: tuple[Artifact, ...] = ()
     truncated: str | None = None
     ignored: dict[str, str] = {}
     idle: bool = False
-    """True if an engine ran no iteration while it was recorded. Nothing is missing."""
+    """True if an engine ran no iteration while it was recorded, so that nothing is missing."""
     died: bool = False
-    """True if it is missing because its process ended before."""
+    """True if the item is missing because its process died."""
     notes: tuple[str, ...] = ()
-    """Facts that are no problem, such as fewer engine iterations than requested."""
+    """Remarks that are not problems, such as fewer engine iterations than requested."""
 
 
 def _ignored_by_engine(item: Expectation) -> list[str]:
@@ -197,10 +198,10 @@ def of_engine(
     trouble: str | None = None,
     pending: Pending | None = None,
 ) -> Expectation:
-    """Return the outcome of a replica that left files.
+    """Return the outcome of a replica that has written files.
 
     Args:
-        trouble: The reason why files are missing, or None if they are complete.
+        trouble: The reason why files are missing, or None if all are there.
     """
     counts = [artifact.iterations for artifact in artifacts if artifact.iterations is not None]
     reason = trouble or cut_short(artifacts)
@@ -218,7 +219,7 @@ def of_engine(
 
 
 def cut_short(artifacts: tuple[Artifact, ...]) -> str | None:
-    """Return the reason of an early end that other code caused while the engine went on serving."""
+    """Return the reason if other code ended the recording early, else None."""
     return next((item.truncated for item in artifacts if item.ended == "others" and item.truncated), None)
 
 
@@ -235,35 +236,36 @@ class Ending(msgspec.Struct, frozen=True):
 
     by: EndedBy
     error: str
-    """`ExceptionType: message`, or the cause of the process' end, as text."""
+    """`ExceptionType: message`, or the reason why the process ended."""
 
 
 class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """The measured cost of profiling in this process, in ns."""
 
     start_ns: Int = 0
-    """Time for opening the capture in this process, from the call of `capture` to `opened`, including waits
-    for others."""
+    """Time to open the capture in this process, from the call of `capture` to `opened`, with waits for other
+    processes."""
     stop_ns: Int = 0
-    """Time for closing the capture in this process, from `closed` to the return to the caller."""
+    """Time to close the capture in this process, from `closed` to the return to the caller."""
     inside_ns: Int = 0
-    """Time between `opened` and `closed` for starting and stopping profilers around stages (discrete
+    """Time between `opened` and `closed` in which profilers were started and stopped around stages (discrete
     mode)."""
     export_ns: Int = 0
-    """Time for writing traces (in the background unless said otherwise)."""
+    """Time to write traces, by default in the background."""
     counters_ns: Int = 0
     """CPU time of the thread that samples counters."""
     spans_ns: Int = 0
-    """Number of spans times the cost of one span, measured in this process."""
+    """Number of spans times the cost of one span, as measured in this process."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """The device of a process, and the configured figures on FLOPs."""
+    """The device of a process, and the configured FLOPs."""
 
     device: str | None = None
-    """Name of the device on which torch computes, or None if torch has initialised none."""
+    """Name of the device on which torch computes, or None if torch has not initialised a device."""
     gpu: Int | None = None
-    """Number of that device in `nvidia-smi`, if it is a GPU and CUDA_VISIBLE_DEVICES has numbers."""
+    """Number of the device in `nvidia-smi`, if it is a GPU and CUDA_VISIBLE_DEVICES has numbers; else
+    None."""
     peak_tflops: float | None = None
     """Configured `throughput.device_peak_tflops`, or None."""
     flops_per_token: float | None = None
@@ -271,113 +273,117 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """The event upon which the flight recorder wrote a step."""
+    """The event that made the flight recorder write a step."""
 
     trigger: str
     """`slow`, `exception`, `hang`, `signal` or `request`."""
     reason: str
-    """The reason as text; no code reads it."""
+    """The reason, for people."""
     running: bool = False
-    """True if the step still ran when it was written."""
+    """True if the step was still running when it was written."""
 
 
 class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One process' part of the manifest."""
+    """The part of the manifest that one process writes."""
 
     format: Int = FORMAT
     run_id: str
     step: Int
     process: ProcessInfo
     owner: bool
-    """True for the process that opened the capture. It also reports workers and engines without an answer."""
+    """True for the process that opened the capture. Its part also lists workers and engines that did not
+    answer."""
     capture: Int = 1
-    """Number of this capture among those of the step in this process (a retried step)."""
+    """Number of this capture. A step that is retried has several captures in one process."""
     opened: ClockAnchor
     closed: ClockAnchor | None = None
     """Clock reading at the close of the capture, or None before it."""
     recorded: bool
-    """True if a backend records this process (rank and role selection)."""
+    """True if a backend records this process, because its role and rank are selected."""
     why: str
-    """Reason for the value of `recorded`."""
+    """Reason for the value of `recorded`, for people."""
     profiled: bool = False
-    """True if a profiler ran in this process, which slows it. An engine's own profiler does not count."""
+    """True if a backend ran in this process and slowed it. An engine's own profiler does not count."""
     prepared: bool = False
     """True if `prepare` ran in this process before the capture."""
     roles: tuple[str, ...] = ()
-    """All roles with work in this process: its own, and those of its decorated methods and spans."""
+    """All roles with work in this process: the role of the process, and the roles of its decorated methods
+    and spans."""
     expected: tuple[Expectation, ...] = ()
     spans: Int = 0
     dropped: Int = 0
     cost: OwnCost = OwnCost()
     hardware: Hardware = Hardware()
     settings: tuple[FrameworkSettings, ...] = ()
-    """Settings of this process' frameworks and engines that advice may name."""
+    """Settings of this process' frameworks and engines that the report's advice may mention."""
     clocks: tuple[ClockOffset, ...] = ()
-    """Offsets of the other processes' clocks against this one's. Only the owner has them."""
+    """Offsets of other processes' clocks against the clock of this process. Set by the owner only."""
     opened_by: OpenedBy = "program"
-    """Opener of the capture. Only the owner sets it."""
+    """What opened the capture. Set by the owner only."""
     absent: tuple[Absent, ...] = ()
-    """Expected participants without a part of their own. Only the owner sets it."""
+    """Expected participants that have no part. Set by the owner only."""
     began: dict[str, str] = {}
-    """{`ProcessInfo.key`: name} of the workers that began, each of which writes a part. Only the owner sets
-    it."""
+    """{`ProcessInfo.key`: name} of the workers that began, each of which should write a part. Set by the
+    owner only."""
     ended_by: EndedBy | None = None
-    """The event that ended the capture early; None if it ended normally or has not ended."""
+    """Cause of an early end; None if the capture ended normally or has not ended."""
     error: str | None = None
-    """`ExceptionType: message` of the user's exception, or the cause of the process' end, as text."""
+    """`ExceptionType: message` of the user's exception, or the reason why the process ended."""
     instrumented: dict[str, tuple[str, ...]] = {}
-    """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
+    """{`module:name` of a function that `instrument` wrapped in this process: its `role/stage`s}."""
     recorder: Recorded | None = None
-    """Event upon which the flight recorder wrote the step from memory, or None if the step was captured."""
+    """The event that made the flight recorder write the step from memory, or None if the step was
+    captured."""
     missed: dict[str, str] = {}
-    """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
+    """{`module:name` of a function of a preset that this process does not have: reason}. The owner logs
+    them."""
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker or replica that took no part in the capture, or ended early."""
+    """A worker or replica that did not take part in the capture, or died during it."""
 
     name: str
     state: State
     reason: str
     process: str | None = None
-    """`ProcessInfo.key` of the worker, if it answered at first; else None."""
+    """`ProcessInfo.key` of the worker, or None if the worker never answered."""
     died: bool = False
-    """True if Ray knows that the worker died."""
+    """True if Ray reported that the worker died."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`manifest.json`: the fold of all parts of one step."""
+    """The content of `manifest.json`, which combines all parts of one step."""
 
     format: Int = FORMAT
     run_id: str
     step: Int
     state: State
-    """The worst of all states; `skipped` does not count against a step."""
+    """The worst state of all items; `skipped` only if there is no other state."""
     processes: tuple[ProcessPart, ...]
 
     @property
     def opened_by(self) -> OpenedBy:
-        """The opener of the capture. If several processes opened it, `instrument` takes precedence."""
+        """What opened the capture. If several processes opened it, `instrument` takes precedence."""
         owners = [part.opened_by for part in self.processes if part.owner]
         return "instrument" if "instrument" in owners else "program"
 
     @property
     def recorder(self) -> Recorded | None:
-        """The event upon which the flight recorder wrote the step, or None if the step was captured."""
+        """The event that made the flight recorder write the step, or None if the step was captured."""
         owners_first = sorted(self.processes, key=lambda part: not part.owner)
         return next((part.recorder for part in owners_first if part.recorder is not None), None)
 
     def problems(self) -> list[str]:
-        """Return a line for each expectation that is missing, partial or failed, with its reason."""
+        """Return a line for each item that is missing, partial or failed, with the reason."""
         lines = self._lines(lambda item: item.state in _TROUBLE)
         absent = [item for part in self.processes for item in part.absent if item.state in _TROUBLE]
         return lines + [f"{item.name}: {item.state}: {item.reason}" for item in absent]
 
     def awaited(self, *, only: Pending | None = None, but: Pending | None = None) -> list[str]:
-        """Return a line for each expectation that is not there yet, with its reason.
+        """Return a line for each item that is not there yet, with the reason.
 
         Args:
-            only: List only items that wait for this event; None for all.
+            only: List only items that wait for this event; by default all items.
             but: Leave out items that wait for this event.
         """
         return self._lines(
@@ -385,8 +391,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def warnings(self) -> list[str]:
-        """Return a line for each thing that the configuration may have been meant to record and that did not
-        take part.
+        """Return a line for each process or engine that the configuration selects but that did not take
+        part.
         """
         return self._lines(lambda item: (item.kind, item.state) == ("selection", "skipped"))
 

@@ -1,1 +1,1 @@
-"""Atomic writes, and safe reads of files of any content."""
+"""Atomic writes, and safe reads of files with arbitrary content."""

@@ -1,4 +1,4 @@
-"""Files of the output tree, written under a temporary name and renamed, so that they are never incomplete."""
+"""Writes of files under a temporary name, which are renamed when complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from stepscope.files.layout import sidecar_of
 
 @cache
 def boot_id() -> str | None:
-    """Return the id of the running kernel, whose processes share one wall clock; None if unknown."""
+    """Return the id of this boot of the kernel, or None if unknown. Processes with the same id share a wall
+    clock.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -30,12 +32,12 @@ def boot_id() -> str | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process with the id `pid` runs on this machine, under any user."""
+    """Return whether a process `pid` runs on this machine, under any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except ours(OSError, OverflowError):  # of another user, or a number from a damaged file
+    except ours(OSError, OverflowError):  # owned by another user, or a number that is no pid
         return True
     return True
 
@@ -44,13 +46,13 @@ _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{
 
 
 def temporary(path: Path) -> Path:
-    """Return a hidden name beside `path` that no other writer uses."""
+    """Return a hidden path beside `path` that no other writer uses."""
     name = f".{path.name[:80]}.{_place() or '0' * 8}-{os.getpid()}-{os.urandom(6).hex()}"
-    return path.parent / name  # `with_name` refuses `.`
+    return path.parent / name  # `with_name` would refuse the path `.`
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Remove the temporary files of dead processes of this machine in and below `folder`. Return their
+    """Remove temporary files in and below `folder` whose processes on this machine have ended. Return their
     paths.
     """
     if _place() is None:
@@ -67,7 +69,7 @@ def _abandoned(folder: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> bool:
-    import shutil  # import time: 7 ms, and seldom needed
+    import shutil  # imported here, because it takes 7 ms and is rarely needed
 
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -80,8 +82,9 @@ def _remove(path: Path) -> bool:
 
 @cache
 def _place() -> str | None:
-    """Return eight hex digits for the scope of process ids: this boot and pid namespace, or None if
-    unknown."""
+    """Return eight hex digits that identify this boot and pid namespace, in which process ids are unique;
+    None if unknown.
+    """
     boot = boot_id()
     try:
         pids = os.readlink("/proc/self/ns/pid")
@@ -93,24 +96,25 @@ def _place() -> str | None:
 private = partial(os.open, mode=0o600)
 """`opener` for a new file that only its owner may read."""
 PIECE = 4 << 20
-"""Number of bytes of one piece; sending a piece takes some milliseconds."""
+"""Size of one piece of a file that is sent to another host, in bytes. Sending takes some milliseconds."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and replace an old file: readers see the old one or the new one, complete.
+    """Write `data` to `path`, replacing an existing file. Readers see either the old file or the complete new
+    file.
 
-    Creates the folder. The file's mode is 0600, because traces are private to the user.
+    The folder is created if needed. The mode is 0600, because traces are private to the user.
 
     Raises:
-        OSError: the file cannot be written. Nothing is left behind.
+        OSError: the file cannot be written. No temporary file remains.
     """
     name = temporary(path)
-    try:  # a Ctrl-C may come as soon as the file exists
+    try:  # a Ctrl-C may come once the file exists
         with _created(name) as file:
             file.write(data)
         os.replace(name, path)
     except BaseException:
-        with suppress(OSError):  # its folder may be gone: the error that matters is the first
+        with suppress(OSError):  # if the folder is gone, raise the first error
             name.unlink()
         raise
 
@@ -124,17 +128,18 @@ def _created(path: Path) -> BinaryIO:
 
 
 def append_whole(handle: int, size: int, data: bytes) -> int:
-    """Append `data` to an open file of `size` bytes, which only the caller writes. Return its new size.
+    """Append `data` to an open file of `size` bytes, and return the new size. No other code may write to the
+    file.
 
     Raises:
-        OSError: The file cannot be written, for example because the disk is full. No partial line remains, so
-            that earlier lines stay readable.
+        OSError: The file cannot be written, for example because the disk is full. The file keeps its old
+            size, so that no partial line remains.
     """
     view = memoryview(data)
     try:
         while view:
             view = view[os.write(handle, view) :]
-    except BaseException:  # of a signal's handler too
+    except BaseException:  # also an exception of a signal handler
         os.ftruncate(handle, size)
         os.lseek(handle, size, os.SEEK_SET)
         raise
@@ -142,7 +147,7 @@ def append_whole(handle: int, size: int, data: bytes) -> int:
 
 
 def append_lines(path: Path, records: Iterable[object]) -> int:
-    """Append records as lines of JSON to a file, which is created if needed. Return its new size.
+    """Append records as JSON lines to a file, which is created if needed. Return its new size.
 
     Raises:
         OSError: The file cannot be written.
@@ -163,10 +168,10 @@ def append_lines(path: Path, records: Iterable[object]) -> int:
 
 
 def create_once(path: Path) -> bool:
-    """Create an empty file. Return False if it already exists, so that only one of several processes gets
-    True.
+    """Create an empty file. Return False if the file already exists, so that only one of several processes
+    gets True.
 
-    True as well if the file cannot be created.
+    Return True also if the file cannot be created.
     """
     try:
         with open(path, "xb", opener=private):
@@ -178,13 +183,15 @@ def create_once(path: Path) -> bool:
 
 
 class Arrival:
-    """A file from another host, received piece by piece, under a temporary name until it is complete."""
+    """A file that is received from another host piece by piece. Its name is temporary until it is
+    complete.
+    """
 
     def __init__(self, target: Path) -> None:
         """Raise `OSError` if the temporary file cannot be created."""
         target.parent.mkdir(parents=True, exist_ok=True)
         self._target, self._name = target, temporary(target)
-        self._file = open(self._name, "xb", opener=private)  # noqa: SIM115  # until its end
+        self._file = open(self._name, "xb", opener=private)  # noqa: SIM115  # closed by `finish` or `give_up`
         self.bytes = 0
 
     def add(self, piece: bytes) -> None:
@@ -197,22 +204,21 @@ class Arrival:
 
     def give_up(self) -> None:
         try:
-            self._file.close()  # on a full disk it raises
+            self._file.close()  # raises if the disk is full
         finally:
             self._name.unlink(missing_ok=True)
 
 
 _BLOCK = 8 << 20
-"""Number of bytes of one compression call (6 ms). After each call, the GIL is taken from the training thread
-for a moment."""
+"""Bytes of one compression call, which takes 6 ms. Between calls, this thread takes the GIL for a moment."""
 
 
 def compress(file: Path) -> Path:
-    """Compress a file to `<name>.gz` beside it, and remove it. Return the new path.
+    """Compress `file` to `<name>.gz` in the same folder, and remove `file`. Return the new path.
 
-    igzip releases the GIL: other threads go on.
+    igzip releases the GIL, so that other threads continue.
     """
-    from isal import igzip  # import time: 9 ms, spent in the thread that compresses
+    from isal import igzip  # imported here, in the compressing thread, because it takes 9 ms
 
     compressed = file.with_name(file.name + ".gz")
     sink = igzip.open(compressed, "wb", compresslevel=1)  # type: ignore[no-untyped-call]  # isal
@@ -223,6 +229,6 @@ def compress(file: Path) -> Path:
 
 
 def free_path(folder: Path, stem: str, suffix: str) -> Path:
-    """Return the path of `<stem><suffix>` in `folder`, with a number after the stem if the name is in use."""
+    """Return the path of `<stem><suffix>` in `folder`, with a number after the stem if that file exists."""
     paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}{suffix}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())

@@ -1,4 +1,4 @@
-"""Safe reading of a run's files. A file may hold anything, of any size, whatever its name."""
+"""Safe reading of a run's files, which may have any content and any size."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import msgspec
 from stepscope.errors import RecordError
 
 LONGEST_LINE = 4 << 20
-"""Largest length of a line in bytes. A longer line is no record; the file may not be text at all."""
+"""Longest line in bytes. A longer line is not a record; the file may not even be text."""
 MAX_BYTES = 64 << 20
-"""The largest file that is read in one piece."""
+"""Size of the largest file that is read as a whole, in bytes."""
 T = TypeVar("T")
 _making = Lock()
-"""msgspec reads the fields of a type when it is first used, and crashes if two threads do so at once."""
+"""A lock, because msgspec inspects a type on first use, and crashes if two threads do this at once."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file. A pipe would never answer, and a device would never end.
+    """Open a regular file. Refuse others: a read of a pipe could block, and a device may have no end.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
@@ -41,14 +41,16 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, without those that disappear meanwhile: the run may still write."""
+    """Yield the files below a folder in sorted order. Folders that disappear meanwhile are skipped, because
+    the run may still write.
+    """
     for parent, folders, names in os.walk(folder):
         folders.sort()
         yield from (Path(parent, name) for name in sorted(names))
 
 
 def size_below(folder: Path) -> int:
-    """Return the bytes of the files below a folder."""
+    """Return the size of all files below a folder, in bytes."""
     size_bytes = 0
     for path in files_below(folder):
         with suppress(FileNotFoundError):
@@ -64,7 +66,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         RecordError: the file is larger than `max_bytes`.
     """
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size  # without it each small file gets a buffer of `max_bytes`
+        size = os.fstat(file.fileno()).st_size  # else each read would allocate `max_bytes`
         data = file.read(min(size, max_bytes) + 1)
     if len(data) > max_bytes:
         raise RecordError(f"{path} holds more than {max_bytes} bytes")
@@ -72,45 +74,45 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def lines_of(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield (line, whether it is complete). An overlong line comes in pieces."""
+    """Yield (line, True if complete). A line longer than `LONGEST_LINE` is yielded in pieces."""
     while line := stream.readline(LONGEST_LINE):
         yield line, line.endswith(b"\n") or len(line) == LONGEST_LINE
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """Return the readable records of a file of JSON lines, in order; empty if there is no file."""
+    """Return the readable records of a file of JSON lines, in order; empty if the file cannot be read."""
     try:
         lines = read_file(path).split(b"\n")
     except (OSError, RecordError):
         return []
     decoder, records = _decoder_of(kind), []
     for line in lines:
-        with suppress(ValueError, RecursionError):  # the end, or cut off when its writer was killed
+        with suppress(ValueError, RecursionError):  # empty, or cut off because its writer was killed
             records.append(decoder.decode(line))
     return records
 
 
 def read_first(path: Path, kind: type[T]) -> T | None:
-    """Return the record in a file's first line, or None if that line is no record, or the file cannot be
-    read.
-    """
+    """Return the record in the first line of a file, or None if there is no such record or no such file."""
     with suppress(OSError, RecordError, StopIteration), open_file(path) as file:
         return decode(next(lines_of(file))[0], kind)
     return None
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Return the one record that a JSON file holds.
+    """Return the record in a JSON file.
 
     Raises:
         OSError: the file cannot be read.
-        RecordError: the file holds something else. The message says what.
+        RecordError: the file contains something else. The message has the details.
     """
     return decode(read_file(path), kind)
 
 
 def read_records(paths: Iterable[Path], kind: type[T]) -> list[T]:
-    """Return the records of the files that can be read and hold one, in the files' order."""
+    """Return the records in `paths`, in order. Files that cannot be read, or contain something else, are
+    skipped.
+    """
     records = []
     for path in paths:
         with suppress(OSError, RecordError):
@@ -119,10 +121,10 @@ def read_records(paths: Iterable[Path], kind: type[T]) -> list[T]:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the record in `data`, which is JSON.
+    """Decode a record from JSON.
 
     Raises:
-        RecordError: `data` is something else. The message says what.
+        RecordError: `data` is something else. The message has the details.
     """
     try:
         record: T = _decoder_of(kind).decode(data)

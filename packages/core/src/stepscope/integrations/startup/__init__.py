@@ -1,1 +1,3 @@
-"""The folder of the `sitecustomize` that `stepscope run` puts before every Python program that it starts."""
+"""The folder of a `sitecustomize` module, which Python imports first in programs started by
+`stepscope run`.
+"""

@@ -1,7 +1,8 @@
-"""Code that Python runs first in every process that `stepscope run` starts, and in their child processes.
+"""Code that Python runs first in every process that `stepscope run` starts, and in its child processes.
 
-The folder is at the front of PYTHONPATH in these processes. The code reads the configuration's `instrument`
-list, so that a framework is patched while it is imported. No failure here may keep a program from starting.
+This folder is first on PYTHONPATH in these processes. The code reads the `instrument` list of the
+configuration, so that a framework is patched when it is imported. An error here must not prevent a program
+from starting.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from pathlib import Path
 
 
 def _run_the_one_behind() -> None:
-    """Run the `sitecustomize` that this one hides, which may be a distribution's or another tool's."""
+    """Run the next `sitecustomize` on the path, of the distribution or another tool, which this module
+    hides.
+    """
     here = Path(__file__).resolve().parent
     behind = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
     spec = PathFinder.find_spec("sitecustomize", behind)
@@ -24,7 +27,7 @@ def _run_the_one_behind() -> None:
 def _take_the_configuration() -> None:
     try:
         from stepscope._recording.capture import configure
-    except ImportError as error:  # another environment than that of `stepscope run`
+    except ImportError as error:  # not the environment of `stepscope run`
         _say(f"is not installed in {sys.prefix} ({error})")
         return
     try:
