@@ -38,7 +38,7 @@ class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """How far another process' wall clock is ahead of the owner's: owner_time = its_time - offset_ns."""
+    """Offset of another process' wall clock against the owner's: owner_time = its_time - offset_ns."""
 
     process: str
     """`ProcessInfo.key` of the other process."""

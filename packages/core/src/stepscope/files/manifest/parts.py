@@ -137,8 +137,8 @@ def _decoded(data: bytes) -> ProcessPart:
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
-    """Read a part again if its process is dead, because the process may have written the file just before its
-    end.
+    """Read a part again if its process is dead, because the process may have written the file shortly before
+    it ended.
     """
     if isinstance(part, str) or not _is_abandoned(part):
         return part
@@ -166,7 +166,7 @@ def _lost(item: Expectation) -> Expectation:
 
 
 class Taken(Protocol):
-    """What `of_the_last` needs to know of a process that took part in a capture."""
+    """A process that took part in a capture, with the attributes that `of_the_last` needs."""
 
     @property
     def process(self) -> ProcessInfo: ...

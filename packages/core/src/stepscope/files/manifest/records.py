@@ -146,7 +146,7 @@ EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
 """Cause of an early end: an exception of the user's code, SIGTERM, the end of the process, or (`rollback`) a
 failure to open the capture."""
 OpenedBy: TypeAlias = Literal["program", "instrument"]
-"""What opened a capture: the program's own code, or an `instrument` entry."""
+"""Opener of a capture: the program's own code, or an `instrument` entry."""
 _TROUBLE = ("missing", "partial", "failed")
 
 AWAITED: dict[Pending, str] = {
@@ -319,7 +319,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     clocks: tuple[ClockOffset, ...] = ()
     """Offsets of other processes' clocks against the clock of this process. Set by the owner only."""
     opened_by: OpenedBy = "program"
-    """What opened the capture. Set by the owner only."""
+    """Opener of the capture. Set by the owner only."""
     absent: tuple[Absent, ...] = ()
     """Expected participants that have no part. Set by the owner only."""
     began: dict[str, str] = {}
@@ -363,7 +363,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def opened_by(self) -> OpenedBy:
-        """What opened the capture. If several processes opened it, `instrument` takes precedence."""
+        """Opener of the capture. If several processes opened it, `instrument` takes precedence."""
         owners = [part.opened_by for part in self.processes if part.owner]
         return "instrument" if "instrument" in owners else "program"
 
