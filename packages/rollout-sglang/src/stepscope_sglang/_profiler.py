@@ -24,7 +24,12 @@ from stepscope.engines.own_thread import users_loop
 from stepscope.engines.passes import unpacked_copy
 from stepscope.files.passes import PassFile
 from stepscope_sglang._capture.replica import ReplicaProfiler
-from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
+from stepscope_sglang._driving.in_process import (
+    Engine,
+    InProcessTarget,
+    TokenizerManager,
+    is_only_engine,
+)
 from stepscope_sglang._driving.target import EngineFacts, Target, counters_here
 
 
@@ -53,14 +58,19 @@ class SglangProfiler(ReplicaProfiler):
         return self.facts.world_size
 
     def counters(self) -> Sequence[CounterSource]:
-        """Return the engine's counters. They are empty unless it was built with `enable_metrics=True`."""
-        manager, facts = weakref.ref(self._target.manager), self.facts
+        """Return the engine's counters. They are empty unless it was built with `enable_metrics=True`.
+
+        Of several engines in this process, each has the counters of its schedulers alone, because SGLang sums
+        those of the front ends.
+        """
+        manager, facts, pids = weakref.ref(self._target.manager), self.facts, self._target.pids()
 
         def read() -> dict[str, float]:
             requests = getattr(manager(), "rid_to_state", None)
             unfinished = {} if requests is None else {UNFINISHED: float(len(requests))}
             # without metrics of its own, those here are of another engine of this process
-            return {**(counters_here() if facts.metrics else {}), **unfinished}
+            own = counters_here(None if is_only_engine() else pids) if facts.metrics else {}
+            return {**own, **unfinished}
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=True).sources()
 

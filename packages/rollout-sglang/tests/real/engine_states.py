@@ -37,6 +37,8 @@ from stepscope_report.timeline import load_step
 from stepscope_report.waiting import say_call
 from stepscope_report.why import Why, why
 from stepscope_sglang import SglangProfiler
+from stepscope_sglang._driving.in_process import InProcessTarget
+from stepscope_sglang._driving.target import counters_here
 from stepscope_sglang._versions import PLUGINS_SINCE
 
 VERSION = numbers(sglang.__version__)
@@ -68,6 +70,15 @@ def counted(result: CaptureResult) -> dict[str, CounterRow]:
     counters = step_report(load_step(result.path)).counters
     assert counters is not None
     return {row.name: row for row in counters.rows if row.of == "replica 0"}
+
+
+def test_the_schedulers_counters_of_an_engine_are_told_from_those_of_others(engine: Any) -> None:
+    on_its_loop(engine, generate(engine, 1, 4))
+    everything, own = counters_here(None), counters_here(InProcessTarget(engine).pids())
+    assert {"running requests", "waiting requests", "generation tokens"} <= everything.keys()
+    assert {"running requests", "waiting requests"} <= own.keys()
+    assert "generation tokens" not in own  # the front end's, which is this process
+    assert counters_here([os.getpid() + 1_000_000]) == {}
 
 
 def test_the_counters_of_a_step_are_what_the_loop_counts(engine: Any, tmp_path: Path) -> None:

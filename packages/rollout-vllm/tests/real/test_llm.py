@@ -74,6 +74,22 @@ def test_the_counters_of_a_step_are_what_the_loop_counts(llm: LLM, config: Profi
     assert {"waiting requests", "KV cache"} <= rows.keys()
 
 
+def test_each_of_two_engines_has_its_own_counters(llm: LLM, make_llm: Callable[..., LLM]) -> None:
+    """vLLM takes the first engine's metrics out of the process' registry when it makes the second."""
+
+    def totals(engine: LLM) -> dict[str, float]:
+        sources = VllmProfiler(engine).counters()
+        sampled = {source.name: sum(source.sample().values()) for source in sources}
+        return {name: sampled[name] for name in ("finished requests", "generation tokens")}
+
+    before, other = totals(llm), make_llm()
+    generate(llm, tokens=5, requests=3)
+    generate(other, tokens=7, requests=1)
+    grown = {name: value - before[name] for name, value in totals(llm).items()}
+    assert grown == {"finished requests": 3, "generation tokens": 15}
+    assert totals(other) == {"finished requests": 1, "generation tokens": 7}
+
+
 def test_a_step_keeps_the_settings_that_vllm_was_built_with(llm: LLM, config: ProfileConfig) -> None:
     with capture(911, engines=[llm], config=config) as cap:
         generate(llm)

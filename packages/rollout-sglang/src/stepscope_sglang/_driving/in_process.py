@@ -130,7 +130,7 @@ class InProcessTarget:
         tell = getattr(self._engine, "get_all_child_pids", None)  # absent before 0.5.12
         if tell is not None:
             return pass_socket.below(tell())
-        return pass_socket.below([os.getpid()]) if len(_managers) == 1 else []
+        return pass_socket.below([os.getpid()]) if is_only_engine() else []
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
         """Call `then` as soon as the owning loop runs.
@@ -182,6 +182,11 @@ class InProcessTarget:
             if dead and not answer.done():
                 raise EngineDiedError(f"the engine has died (process {dead[0]} is gone)")
         return answer.result()
+
+
+def is_only_engine() -> bool:
+    """Return whether one engine of this process was met, and no more."""
+    return len(_managers) == 1
 
 
 def _lives(pid: int) -> bool:

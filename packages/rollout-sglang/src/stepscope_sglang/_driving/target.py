@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -145,15 +146,32 @@ def counters(page: str) -> dict[str, float]:
     return values
 
 
-def counters_here() -> dict[str, float]:
-    """Read the counters of this process' engines; empty if they keep no metrics (`enable_metrics`)."""
-    client = sys.modules.get("prometheus_client")
-    if client is None or _FOLDER not in os.environ:
+def counters_here(pids: Collection[int] | None) -> dict[str, float]:
+    """Read the counters of this process' engines; empty if they keep no metrics (`enable_metrics`).
+
+    Args:
+        pids: The processes whose counters are read; None for all that share the folder of metrics.
+    """
+    if "prometheus_client" not in sys.modules or _FOLDER not in os.environ:
         return {}
-    multiprocess: Any = import_module("prometheus_client.multiprocess")
-    registry = client.CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
-    return counters(client.generate_latest(registry).decode())
+    client, multiprocess = import_module("prometheus_client"), import_module("prometheus_client.multiprocess")
+    files = [
+        str(file)
+        for file in Path(os.environ[_FOLDER]).glob("*.db")
+        if pids is None or int(file.stem.rpartition("_")[2]) in pids
+    ]
+    merged = _Merged(multiprocess.MultiProcessCollector.merge(files))
+    return counters(client.generate_latest(merged).decode())
+
+
+class _Merged:
+    """Metrics that were merged from files, in the form of a Prometheus registry."""
+
+    def __init__(self, metrics: Iterable[Any]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Any]:
+        return self._metrics
 
 
 def counters_of(server: Server) -> dict[str, float]:
