@@ -1,1 +1,1 @@
-"""Work that runs once the files of a capture are written: hooks, programs, the command."""
+"""Work after a capture, once its files are written: hooks, the user's command, and figures."""

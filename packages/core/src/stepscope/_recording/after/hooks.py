@@ -1,6 +1,4 @@
-"""Calls by which a training loop tells stepscope: a mini-batch is done; this trajectory is trained on;
-write files now; call this when files are there.
-"""
+"""Public functions that a training loop calls during a step, and the registration of hooks."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def advance() -> None:
-    """Walk the profiler's schedule (`torch.schedule`) at the end of a mini-batch. Does nothing without a
-    capture.
+    """Advance the profiler's schedule (`torch.schedule`) at the end of a mini-batch. Without a capture, do
+    nothing.
     """
     session = slot.active
     if session is not None:
@@ -41,15 +39,15 @@ def advance() -> None:
 
 @uncompiled
 def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: int | None = None) -> None:
-    """Record that this step trains on a trajectory (async RL): the report then knows how stale it is.
+    """Record that this step trains on a trajectory (async RL), so that the report can compute its staleness.
 
-    Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
-    `span(..., policy_version=)`, that version is the one under which the trajectory is consumed. Without a
-    capture, and in code that torch.compile compiles, the call does nothing.
+    Call this where the trainer takes the trajectory out of its queue, in a captured process. The trajectory
+    is consumed under the `policy_version` of the enclosing `span(..., policy_version=)`. Without a capture,
+    and in code compiled by torch.compile, the call does nothing.
 
     Args:
-        trajectory_id: As given to `trajectory`.
-        begun: The step under which the trajectory began.
+        trajectory_id: The id that was given to `trajectory`.
+        begun: The step in which the trajectory began.
         policy_version: Version of the weights with which the trajectory began.
     """
     session = compiled.recording()
@@ -59,10 +57,10 @@ def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: 
 
 @uncompiled
 def step_tokens(*, rollout: int | None = None, train: int | None = None) -> None:
-    """Count tokens of this step: the report then has tokens per second, and so has the step's line.
+    """Count tokens of this step, so that the report and the step's line have tokens per second.
 
-    Call it inside the step. Calls add up, over processes too: each gives the tokens of its own share. Without
-    a capture or the flight recorder, and in code that torch.compile compiles, it does nothing.
+    Call this within the step. Calls add up, also over processes, so each process counts only its own tokens.
+    Without a capture or the flight recorder, and in code compiled by torch.compile, the call does nothing.
 
     Args:
         rollout: Tokens that were generated.
@@ -79,27 +77,28 @@ def step_tokens(*, rollout: int | None = None, train: int | None = None) -> None
 
 
 def flush(timeout_s: float = 60.0) -> list[str]:
-    """Write all pending files, deferred exports included. Call it where the process waits anyway.
+    """Write all pending files, also deferred exports. Call this where the process is idle.
 
-    Blocks for up to `timeout_s`.
+    The call blocks for up to `timeout_s`.
 
     Returns:
-        Names of the files that are still unfinished after that time.
+        Names of the files that are not written after that time.
     """
     if switch.DISABLED:
         return []
-    from stepscope._recording import output  # import time: loaded already where anything waits
+    from stepscope._recording import output  # imported here, because without files to write it is not needed
 
     return output.exporter().drain(timeout_s)
 
 
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:
-    """Call `hook(path, sidecar)` for each file that a capture leaves, once it is whole and in place.
+    """Call `hook(path, sidecar)` for each file of a capture, once the file is complete and has its final
+    name.
 
-    Use it as a function or as a decorator. Hooks get the files of this process' own profiler and of the
-    engines that its captures name; the files of a worker go to hooks that are registered in the worker. Hooks
-    run one after another on a separate thread, so training never waits for them. An exception is logged once
-    and recorded in the manifest.
+    Use it as a function or as a decorator. Hooks get the files of this process' profiler, and of the engines
+    that were given to its captures. A file of a worker goes to hooks that are registered in the worker. Hooks
+    run one after another on a separate thread, so training does not wait for them. An exception is logged
+    once and recorded in the manifest.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
@@ -110,9 +109,9 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
 def on_report(hook: ReportHook) -> ReportHook:
     """Call `hook(scalars)` with a step's figures after each capture that this process opened.
 
-    `scalars.step` and `scalars.values`: seconds by name (`stage/<role>/<stage>_seconds`...), for instance for
-    the run that the training logs to. They are computed in a process of their own once all files are there.
-    Register it before the capture opens. Otherwise as `on_artifact`.
+    `scalars.values` is {name: value} (`stage/<role>/<stage>_seconds`...) of step `scalars.step`, for example
+    to log them. A separate process computes the figures once all files are written. Register the hook before
+    the capture opens. Hooks run as those of `on_artifact`.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
@@ -121,7 +120,7 @@ def on_report(hook: ReportHook) -> ReportHook:
 
 
 def _pipeline() -> ModuleType:
-    from stepscope._recording.after import pipeline  # import time: it reads and writes files
+    from stepscope._recording.after import pipeline  # imported here, because it imports much
 
     return pipeline
 
@@ -129,9 +128,9 @@ def _pipeline() -> ModuleType:
 def redact(hook: RedactHook) -> RedactHook:
     """Call `hook(key, value)` for each attribute of a span before it is written, and write its result.
 
-    Use it as a function or as a decorator, in each process whose spans are to be redacted; a later call
-    replaces the hook. The text of an exception is passed as the attribute `error`. If the hook raises,
-    `[redacted]` is written. It runs on the writing thread.
+    Use it as a function or as a decorator, in each process whose spans should be redacted. A later call
+    replaces the hook. The hook runs on the writing thread, and gets the text of an exception as the attribute
+    `error`. If the hook raises, `[redacted]` is written.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
@@ -142,7 +141,9 @@ def redact(hook: RedactHook) -> RedactHook:
 
 
 def registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
-    """Add the hook to the list that `name` stands for, once, and return it."""
+    """Add `hook` to `hooks`, if it is not there yet, and return it. `name` is the public function, for
+    errors.
+    """
     _refuse_uncallable(hook, name)
     if hook not in hooks:
         hooks.append(hook)
@@ -155,7 +156,7 @@ def _refuse_uncallable(hook: object, name: str) -> None:
 
 
 def _is_async(hook: object) -> bool:
-    """Return whether calls of the hook, or of the function that it decorates, make coroutines."""
+    """Return whether the hook, or a function that it wraps, is an `async def`."""
     while isinstance(hook, partial):
         hook = hook.func
     called: object = getattr(hook, "__func__", hook)

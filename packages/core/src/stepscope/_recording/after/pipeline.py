@@ -1,8 +1,8 @@
-"""Work after a capture, once its files are written: hooks in Python; and `finish.command` and figures for
-curves, which are programs of their own.
+"""Work after a capture, once its files are written: hooks, and two separate programs (`finish.command`,
+figures).
 
-Hooks and programs have a thread each, so neither holds up training, an export, or the other. Both threads
-are started when a capture opens: at exit Python 3.12 starts no more.
+Hooks have one thread and programs have another, so that they do not delay training, exports or each other.
+Both threads start when a capture opens, because Python 3.12 cannot start threads at exit.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
 capture_hooks: list[Callable[[Any], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
-"""Functions called with the figures of each step. One writer of these lists:
+"""Hooks of `on_artifact`, `on_capture` and `on_report`. One writer of these lists:
 `stepscope._recording.after.hooks`."""
 _awaited: set[int] = set()
 """Closed steps whose files are being written. Writers: `hand_over`, `_capture_done`, `_forget`."""
 _MOST_UNFOLDED = 16
-"""Largest number of captures in `_unfolded`: a worker that died on another host would be awaited for ever."""
+"""Largest number of captures in `_unfolded`. Without a limit, a worker that died on another host would be
+awaited for ever."""
 _unfolded: dict[Path, Session] = {}
-"""Captures whose `manifest.json` still announces files, by the step's folder. Writers: `fold_when_written`,
+"""{step folder: session} of captures whose `manifest.json` has pending files. Writers: `fold_when_written`,
 `_fold_again`, `_forget`."""
 _failed: set[object] = set()
-"""Hooks whose failure was logged. One writer: `_Hook`."""
+"""Hooks whose failure has been logged. One writer: `_Hook`."""
 
 
 class _Hook:
@@ -58,7 +59,7 @@ class _Hook:
     def __call__(self) -> None:
         try:
             self._call()
-        except BaseException as error:  # SystemExit too: the thread is ours
+        except BaseException as error:  # SystemExit too, because this is a thread of stepscope
             self.give_up(describe(error))
 
     def give_up(self, reason: str) -> None:
@@ -77,15 +78,16 @@ def _new_queues() -> tuple[WorkQueue[_Hook], WorkQueue[Chores]]:
 
 
 _hooks, _commands = _new_queues()
-"""The queues of hooks and of commands. One writer: this module."""
+"""The queues of hooks and of programs. One writer: this module."""
 
 
 def promise(session: Session, *, alone: bool) -> None:
-    """Record the work that follows a capture in its manifest while it opens, and start the threads for that
+    """Enter the work after a capture into its manifest while the capture opens, and start the threads for the
     work.
 
     Args:
-        alone: True if the capture has neither workers nor engines: other ranks may have opened their own.
+        alone: True if the capture has no workers and no engines, so that other ranks may have opened their
+            own.
     """
     if artifact_hooks or capture_hooks or report_hooks:
         _hooks.start()
@@ -118,13 +120,15 @@ def _promised(session: Session) -> list[str]:
 
 
 def withdraw(session: Session, reason: str) -> None:
-    """Cancel the work after a capture that is discarded, and give `reason` in the manifest."""
+    """Cancel the work after a discarded capture, with `reason` in the manifest."""
     for name in _promised(session):
         session.manifest_part.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
 
 
 def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Begin the work after a closed capture once this process has written its files. Hooks get `result`."""
+    """Queue the work after a closed capture, which begins once this process has written its files. Hooks get
+    `result`.
+    """
     if not (capture_hooks or _promised(session) or closed.apart):
         return
     _awaited.add(session.step)
@@ -132,17 +136,17 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
 
 
 def once_written(session: Session, work: Callable[[], object]) -> None:
-    """Call `work` once the files of this process are written or given up."""
+    """Call `work` once the files of this process are written or have failed."""
     output.exporter().then(work, deferred=session.config.export.when == "deferred")
 
 
 def fold_when_written(session: Session) -> None:
-    """Write `manifest.json` again once this process has written its files, and later if other processes still
-    write.
+    """Write `manifest.json` again once this process has written its files, and again later if files of other
+    processes are still pending.
     """
     _unfolded[session.layout.root] = session
     for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:
-        _unfolded.pop(root, None)  # the exporting thread may have removed it
+        _unfolded.pop(root, None)  # the exporting thread may have removed it too
     once_written(session, _fold_again)
 
 
@@ -162,7 +166,7 @@ def _is_final(session: Session) -> bool:
         items = [item for process in manifest.processes for item in process.expected]
         if not any(item.pending in ("closing", "exporting") for item in items):
             return True
-        if part.manifest(layout) == manifest:  # else another rank wrote its own in between, and this is older
+        if part.manifest(layout) == manifest:  # else another rank has written its part meanwhile: write again
             return False
 
 
@@ -171,7 +175,7 @@ def _capture_done(closed: ClosedCapture, result: object, session: Session) -> No
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
     if _promised(session) or closed.apart:
         _start_chores(session, closed)
-    _awaited.discard(session.step)  # last: it is in the line now
+    _awaited.discard(session.step)  # last, once the work is queued
 
 
 def _start_chores(session: Session, closed: ClosedCapture) -> None:
@@ -183,7 +187,7 @@ def _start_chores(session: Session, closed: ClosedCapture) -> None:
 
 
 def busy_steps(run: RunLayout) -> set[int]:
-    """Return the steps with files that are still written, or with unfinished work after their capture."""
+    """Return the steps with unwritten files or unfinished work after their capture."""
     files = output.exporter().unwritten()
     written = {
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
@@ -192,8 +196,8 @@ def busy_steps(run: RunLayout) -> set[int]:
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
-    """Call the hooks for a file in place. `sidecar` is None for an engine's file, whose sidecar is read from
-    disk.
+    """Call the `on_artifact` hooks for a complete file. `sidecar` is None for an engine's file; it is then
+    read from disk.
     """
     for hook in tuple(artifact_hooks):
         _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))
@@ -214,10 +218,11 @@ def _end_of_process(ending: Ending, deadline_s: float) -> None:
 
 
 def end(reason: str, deadline_s: float, *, patient: bool) -> None:
-    """End the work with the process. This kills running commands, abandons hooks, and records both.
+    """End the work at the end of the process: kill running programs, abandon hooks, and record both in the
+    manifest.
 
     Args:
-        patient: True if each command may use its own time limit; else all share `deadline_s`.
+        patient: True if each program may use its own time limit; False if all share `deadline_s`.
     """
     until = time.monotonic() + deadline_s
     _leave_hooks(reason, deadline_s)
@@ -232,11 +237,11 @@ def end(reason: str, deadline_s: float, *, patient: bool) -> None:
             left_s += sum(job.longest_s for job in jobs)
             failures.warn("stepscope: waiting for the work after captures (`finish`), at most %d s", left_s)
         _commands.drain(left_s)
-    finally:  # an impatient Ctrl-C must not leave the command behind
+    finally:  # after a second Ctrl-C too, no program may keep running
         for late in _commands.unfinished():
             late.give_up(f"unfinished at the end: {reason}")
-        _commands.drain(1)  # for its record
-    _leave_hooks(reason, 1)  # those of figures that came last
+        _commands.drain(1)  # until the manifest has the outcome
+    _leave_hooks(reason, 1)  # hooks of the last figures
 
 
 def _leave_hooks(reason: str, timeout_s: float) -> None:
@@ -245,7 +250,7 @@ def _leave_hooks(reason: str, timeout_s: float) -> None:
 
 
 def _forget() -> None:
-    # The parent's work is the parent's, and its threads are not here.
+    # A forked child does not have the threads, and the queued work belongs to the parent.
     global _hooks, _commands
     _awaited.clear()
     _unfolded.clear()

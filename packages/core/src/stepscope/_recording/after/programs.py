@@ -1,6 +1,6 @@
-"""Separate programs after one capture: the user's command, and figures for curves.
+"""Separate programs after one capture: the user's command, and the program that computes figures.
 
-Their work takes long, imports much and may crash, so it stays out of the training's process.
+The work takes long, imports much and may crash, so it does not run in the training's process.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Command:
     def __init__(
         self, what: str | Sequence[str], *, environ: Mapping[str, str], log: Path, timeout_s: float
     ) -> None:
-        """`what`: A text for the shell, or a program and its arguments."""
+        """`what` is a text for the shell, or a program and its arguments."""
         self._what = what
         self._environ = environ
         self._log = log
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: str | None = None
-        self._lock = threading.RLock()  # a signal handler may kill
+        self._lock = threading.RLock()  # reentrant, because a signal handler may call kill()
 
     def run(self) -> str | None:
-        """Run the command and return the reason of its failure, or None if it exited with 0. Its output is
+        """Run the command. Return None if it exited with 0, else the reason of the failure. The output is
         appended to the log.
         """
         with self._lock:
@@ -54,7 +54,7 @@ class Command:
         return self._outcome(process)
 
     def kill(self, reason: str) -> None:
-        """End the program and its children, except those that left its session."""
+        """Kill the program and its children, except children that left its process session."""
         with self._lock:
             if self._process is not None and self._process.returncode is not None:
                 return
@@ -63,7 +63,7 @@ class Command:
                 try:
                     os.killpg(self._process.pid, signal.SIGKILL)
                 except ProcessLookupError:
-                    return  # it ended just now
+                    return  # it has ended
 
     def _outcome(self, process: subprocess.Popen[bytes]) -> str | None:
         try:
@@ -91,11 +91,10 @@ class Command:
 
 
 def of_our_own(module: str, *arguments: str) -> list[str]:
-    """Return the command line that calls `main(*arguments)` of `module` with this Python and this
-    installation.
+    """Return the command line that calls `main(*arguments)` of `module` in this Python installation.
 
-    The program yields the processor to the training. The working directory is not searched for modules,
-    because the training's files are there.
+    The program has a low CPU priority. Modules are not searched in the working directory, which has the
+    training's files.
     """
     specs = filter(None, map(find_spec, ("stepscope", "stepscope_report")))
     homes = [str(Path(spec.origin).parents[1]) for spec in specs if spec.origin]
@@ -108,13 +107,13 @@ def of_our_own(module: str, *arguments: str) -> list[str]:
 
 
 COMMAND, SCALARS = "finish command", "scalars"
-"""Names of these programs in the manifest."""
+"""Names of the two programs in the manifest."""
 POLL_S = 0.5
-"""Interval between two looks at the other processes' parts of the manifest."""
+"""Interval between two reads of the other processes' parts of the manifest."""
 
 
 class ClosedCapture(Protocol):
-    """The part of a closed capture that the work after it uses."""
+    """A closed capture, with the attributes that the work after it needs."""
 
     @property
     def apart(self) -> list[str]:
@@ -122,11 +121,11 @@ class ClosedCapture(Protocol):
         ...
 
     def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
-        """Wait until the other processes have written their files, and fetch the files of workers in `apart`.
+        """Wait until other processes have written their files, and fetch the files of the workers in `apart`.
 
         Args:
-            pause: Called between two looks.
-            drain: True to make workers write deferred files now.
+            pause: Called between two checks.
+            drain: True to make the workers write deferred files now.
         """
         ...
 
@@ -136,22 +135,22 @@ class ClosedCapture(Protocol):
 
 
 class Chore(NamedTuple):
-    """One task of a separate program after a capture."""
+    """One program to run after a capture."""
 
     name: str
     """The name in the manifest."""
     command: Command
     outcome: Callable[[str | None], str | None]
-    """Function from the reason why the program failed, or None, to the reason why the task failed, or
-    None."""
+    """Called with the reason why the program failed, or None if it succeeded. Returns the reason for the
+    manifest, or None."""
 
 
 class Chores:
-    """Work of separate programs after one capture: the user's command, and the figures."""
+    """The programs to run after one capture."""
 
     def __init__(self, session: Session, result: ClosedCapture, tell: Callable[[StepScalars], None]) -> None:
         """Args:
-        tell: Called with the figures, once they are there.
+        tell: Called with the figures once they are computed.
         """
         self._tell = tell
         self._result = result
@@ -213,7 +212,9 @@ class Chores:
         self._result.fold()
 
     def _figures(self, reason: str | None) -> str | None:
-        """Pass the figures on. Return the failures of writers, or else `reason`."""
+        """Read the computed figures and pass them to `tell`. Return the failures of writers, else
+        `reason`.
+        """
         session = self._session
         try:
             scalars = read_scalars(session.layout, session.run_id)
@@ -224,7 +225,7 @@ class Chores:
         return "; ".join(failed) or reason
 
     def hurry(self, seconds: float) -> None:
-        """Limit the wait for other processes' files to `seconds` from now."""
+        """Wait at most `seconds` from now for files of other processes."""
         self._files_until = min(self._files_until, time.monotonic() + seconds)
 
     def give_up(self, reason: str) -> None:
@@ -255,7 +256,9 @@ def _environ(session: Session) -> dict[str, str]:
 
 
 def _wandb_run() -> dict[str, str]:
-    """Return W&B's variables for the run in which this process logs, if it has one open."""
+    """Return environment variables with which W&B continues this process' open run; empty if there is
+    none.
+    """
     try:
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None:

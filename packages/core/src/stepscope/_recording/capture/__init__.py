@@ -1,6 +1,6 @@
-"""Functions and classes for the driver: captures, their preparation, configuration and results.
+"""Code of the process that runs the training loop: captures, their preparation, configuration and results.
 
-A captured step opens and closes in `lifecycle` on the caller's thread, and in `work` on the private loop.
-Each of its processes has a `session.session.Session`. `conclusion` acts on the manifest at the end, and
-`kept_steps` holds the steps that the flight recorder keeps because no capture records them.
+`lifecycle` opens and closes a capture on the caller's thread, and `work` does the rest on the private loop.
+Each process of a capture has a `session.session.Session`. `conclusion` writes the manifest at the end.
+`kept_steps` passes steps that are not captured to the flight recorder.
 """

@@ -1,4 +1,4 @@
-"""Requests to capture one step, and to close its capture, with checks of the user's arguments."""
+"""The arguments of a capture and of its close, and checks of the user's arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope.files.manifest.records import Ending, OpenedBy
 
 
 class Asked(NamedTuple):
-    """A step to capture, with its workers and engines."""
+    """The arguments of one capture."""
 
     step: int
     config: ProfileConfig
@@ -23,25 +23,25 @@ class Asked(NamedTuple):
     role: str
     rank: int | None
     names_workers: bool
-    """True if `workers` was passed, even if it was empty."""
+    """True if the user passed `workers`, even if it was empty."""
     on_request: bool
-    """True if the step was requested during the run."""
+    """True if the step was requested during the run (`stepscope trigger`)."""
     opened_by: OpenedBy
 
 
 class Closing(NamedTuple):
-    """The arguments of a close of a capture."""
+    """The arguments for closing a capture."""
 
     ending: Ending | None = None
-    """The cause of an early end; None if the capture ends normally."""
+    """Cause of an early end, or None if the capture ends normally."""
     deadline_s: float | None = None
-    """The time limit for each worker and engine, or None for `budget.fanout_seconds`."""
+    """Time limit for each worker and engine; None means `budget.fanout_seconds`."""
     discard: str | None = None
-    """The reason why the recording is unwanted, or None to keep it."""
+    """The reason to discard the recording, or None to keep it."""
 
 
 def step_of(value: object) -> int:
-    """Return the number of a step from an int, or from an integer of numpy or torch."""
+    """Return a step number as an int. Integers of numpy and torch are accepted."""
     step = _whole(value)
     if step is None or step > MOST:
         fix = "pass the training loop's global step"
@@ -50,7 +50,7 @@ def step_of(value: object) -> int:
 
 
 def rank_of(value: object) -> int | None:
-    """Return a rank as an int, converted as in `step_of`. Return None if `value` is None."""
+    """Return a rank as an int, as `step_of` does, or None if `value` is None."""
     if value is None:
         return None
     rank = _whole(value)
@@ -61,7 +61,9 @@ def rank_of(value: object) -> int | None:
 
 
 def check_asked(call: str, role: object, config: object, workers: object) -> None:
-    """Raise `ConfigError` for a role or a configuration that the function `call` does not accept."""
+    """Raise `ConfigError` if the role, a role in `workers`, or the configuration is invalid. `call` is the
+    public function.
+    """
     _check_role(f"{call}(role)", role)
     if workers is not None and isinstance(workers, Mapping):
         for name in workers:
@@ -74,8 +76,7 @@ def check_asked(call: str, role: object, config: object, workers: object) -> Non
 
 _ROLE = re.compile(r"[\w.:/-]{1,500}")
 _checked: str | None = None
-"""The role that was checked last, because a loop passes the same role at each step. One writer:
-`_check_role`."""
+"""The last valid role, cached because a loop passes the same role in each step. One writer: `_check_role`."""
 
 
 def _check_role(field: str, role: object) -> None:
@@ -93,6 +94,6 @@ def _whole(value: Any) -> int | None:
         return None
     try:
         number = operator.index(value)
-    except ours():  # text, a fraction, a tensor of several numbers
+    except ours():  # text, a float, a tensor of several numbers
         return None
     return number if number >= 0 else None

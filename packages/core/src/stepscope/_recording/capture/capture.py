@@ -1,6 +1,6 @@
-"""Captures: one step recorded in this process, its workers and its engines.
+"""`capture` and `Capture`: the recording of one step in this process, its workers and its engines.
 
-A step that is not selected is left to the flight recorder.
+A step that is not selected is passed to the flight recorder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def opened() -> Capture | None:
-    """Return the capture of this process that is opening, open or closing."""
+    """Return the capture of this process that is opening, open or closing, or None."""
     holder = activation.holder()
     return holder if isinstance(holder, Capture) else None
 
@@ -55,30 +55,30 @@ def capture(
 
     Args:
         step: Global number of the step, 0 or more; also an integer of numpy or torch.
-        workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
-            {role: handles}. Nothing has to be added to their classes. An empty sequence means that there are
-            no workers.
-        engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
-            adapter knows; an adapter's name, such as "vllm", stands for its engines in this process. In their
-            order they are replicas 0, 1, 2...
-        config: Configuration to use in place of that of `configure` and the environment.
-        role: This process' own role.
-        rank: This process' own rank; None for that of STEPSCOPE_RANK, torch.distributed, or RANK.
+        workers: Ray actors to record too: a handle, a sequence of handles in rank order, or {role: handles}.
+            Their classes need no change. An empty sequence means that there are no workers.
+        engines: Inference engines to record too, in the order of replicas 0, 1, 2...: `EngineProfiler`s, or
+            engine objects that an installed adapter knows. The name of an adapter, such as "vllm", means its
+            engines in this process.
+        config: Configuration in place of the one from `configure` or the environment.
+        role: Role of this process.
+        rank: Rank of this process. By default from STEPSCOPE_RANK, torch.distributed, or RANK.
 
     Raises:
-        ConfigError: at once, for wrong arguments or a wrong configuration. Workers and engines are checked at
-            the first call, selected or not. Later errors with them are logged, and the run goes on.
-        EngineError: likewise, for an engine that no installed adapter knows.
-        CaptureOpenError: on opening, while another capture is open in this process.
-        CaptureError: on opening inside a running event loop without `async`, with workers or engines.
+        ConfigError: an argument or the configuration is wrong. Workers and engines are checked at the first
+            call, even if its step is not selected. Later errors with them are logged, and the run continues.
+        EngineError: no installed adapter knows an engine. Checked at the first call too.
+        CaptureOpenError: raised on opening, if another capture is open in this process.
+        CaptureError: raised on opening a capture with workers or engines in a running event loop without
+            `async`.
 
-    With STEPSCOPE_DISABLE=1 it raises nothing, and records nothing.
+    With STEPSCOPE_DISABLE=1, nothing is raised and nothing is recorded.
     """
     return Capture(step, workers, engines, config, role, rank, "program")
 
 
 class Capture:
-    """The recording of one step. Made by `capture`; `result` has its outcome."""
+    """The recording of one step. `capture` returns it, and `result` has its outcome."""
 
     def __init__(
         self,
@@ -114,33 +114,31 @@ class Capture:
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
         self._mark: Mark | None = None
-        """The scope in which the capture was opened. None unless the capture is open."""
+        """The enclosing scope at the opening, or None if the capture is not open."""
         self._began: steps.Began | None = None
-        """Start of a step that is not selected, between its opening and its closing; else None."""
+        """Start of a step that is not selected, or None if no such step is running."""
         self._end_kept: Callable[[object], None] | None = None
-        """Function that ends an unselected step in the flight recorder; None if the recorder is off."""
+        """Function that ends an unselected step in the flight recorder, or None."""
         self._life: Lifecycle | None = None
         """The lifecycle of the capture. None if the step is not selected."""
         if self.selected:
             self._life = _lifecycle().Lifecycle(self._asked, taker=self)
         self._spent_ns = time.monotonic_ns() - began_ns
-        """Time spent on making this object."""
+        """Duration of the constructor, a cost of the capture."""
 
     @property
     def result(self) -> CaptureResult:
-        """The capture's result: available once it is open, and at any time for a step that is not
-        selected.
-        """
+        """The result. It has the step's files once the capture is open; before that, `captured` is False."""
         result = None if self._life is None else self._life.result
         return CaptureResult(self.step) if result is None else result
 
     @property
     def state(self) -> str:
-        """One of new, opening, open, closing and closed. Always new for a step that is not selected."""
+        """One of new, opening, open, closing and closed. A step that is not selected is always new."""
         return "new" if self._life is None else self._life.state
 
     def open(self) -> Self:
-        """Open the capture. A no-op for a step that is not selected."""
+        """Open the capture. If the step is not selected, nothing is recorded."""
         self._mark = Mark()
         if self._life is None:
             if self._is_first:
@@ -154,8 +152,8 @@ class Capture:
         return self
 
     async def aopen(self) -> Self:
-        """Open the capture without blocking the event loop. If this is cancelled, the opening is undone
-        first.
+        """Open the capture without blocking the event loop. A cancellation is raised after the opening is
+        undone.
         """
         self._mark = Mark()
         if self._life is None:
@@ -167,12 +165,12 @@ class Capture:
         return self
 
     def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
-        """Close the capture. Idempotent: a capture that a task is already closing is left to that task.
-        Internal failures are recorded in the manifest and not raised.
+        """Close the capture. A second call does nothing, also while a task is closing the capture. Internal
+        errors are recorded in the manifest and not raised.
 
         Args:
-            error: Reason of an early end, or None for a normal end.
-            deadline_s: Time limit for each worker and engine, or None for `budget.fanout_seconds`.
+            error: Reason of an early end, or None if the step ended normally.
+            deadline_s: Time limit for each worker and engine. `budget.fanout_seconds` by default.
         """
         self._leave_scopes()
         if self._life is None:
@@ -181,9 +179,9 @@ class Capture:
             self._life.close(Closing(_ending_of(error), deadline_s))
 
     async def aclose(self, error: str | None = None) -> None:
-        """As `close`, without blocking the event loop.
+        """Close the capture as `close` does, without blocking the event loop.
 
-        A cancellation does not interrupt the closing. It is raised when the closing ends.
+        A cancellation does not interrupt the closing, and is raised afterwards.
         """
         await self._aclose(error)
 
@@ -192,7 +190,7 @@ class Capture:
             self._leave_scopes()
             self._end_unselected(error)
             return
-        self._life.leave()  # before all else
+        self._life.leave()  # first, because it reads the clock
         self._leave_scopes()
         cancelled = await self._life.aclose(Closing(_ending_of(error)))
         if cancelled is not None and not isinstance(error, type(cancelled)):
@@ -204,8 +202,8 @@ class Capture:
             self._life.close(Closing(ending, deadline_s), timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
-        """See `activation.Taker`. A forked child that leaves the `with` block too, for example by `exit()`,
-        must close nothing.
+        """See `activation.Taker`. A forked child may leave the `with` block too, for example by `exit()`, and
+        must not close the parent's capture.
         """
         if self._life is not None:
             self._life.disown()
@@ -220,7 +218,7 @@ class Capture:
             self._leave_scopes()
             self._end_unselected(error)
             return
-        self._life.leave()  # before all else
+        self._life.leave()  # first, because it reads the clock
         self._leave_scopes()
         self._life.close(Closing(_ending_of(error)))
 
@@ -233,7 +231,7 @@ class Capture:
         await self._aclose(error)
 
     def _leave_scopes(self) -> None:
-        """Leave the scopes of the step that are still entered because an exception of a signal's handler
+        """Leave scopes of the step that are still entered, because an exception of a signal handler
         interrupted their exit.
         """
         mark, self._mark = self._mark, None
@@ -241,12 +239,12 @@ class Capture:
             mark.leave_inner()
 
     def _stand(self) -> None:
-        """Start the flight recorder, which writes lines for captured steps too."""
+        """Start the flight recorder, because it writes a line for captured steps too."""
         if self.config.record != "off" and self.state == "new":
             _kept_steps().stand(self._asked)
 
     def _begin_unselected(self) -> None:
-        """Begin a step that no capture records. Its duration is kept, and the flight recorder may keep its
+        """Begin a step that is not captured. Its duration is kept, and the flight recorder may keep its
         spans.
         """
         self._began = steps.begin()
@@ -254,7 +252,9 @@ class Capture:
             self._end_kept = _kept_steps().begin(self._asked)
 
     def _end_unselected(self, error: object) -> None:
-        """End a step that no capture records. If an exception ended it, it is not compared with others."""
+        """End a step that is not captured. A step that an exception ended is not compared with other
+        steps.
+        """
         began, self._began = self._began, None
         end_kept, self._end_kept = self._end_kept, None
         if began is not None and error is None:
@@ -272,22 +272,21 @@ class Capture:
 
 
 def _lifecycle() -> ModuleType:
-    from stepscope._recording.capture import lifecycle  # import time: asyncio
+    from stepscope._recording.capture import lifecycle  # imported here, because it imports asyncio
 
     return lifecycle
 
 
 _checked: deque[tuple[ProfileConfig, bool, bool]] = deque(maxlen=8)
-"""Configurations whose first capture was checked, and whether it had workers and engines. One writer:
-`_check_first`."""
+"""(configuration, has workers, has engines) of captures that were checked. One writer: `_check_first`."""
 
 
 def _check_first(config: ProfileConfig, workers: object, engines: object) -> bool:
-    """Check everything that can be wrong with a run's captures at the first one, selected or not. Return True
-    for the first capture.
+    """At the first capture of a configuration, even of a step that is not selected, check everything that can
+    be wrong with captures. Return True if this is the first capture.
 
-    A run that selects no steps is checked at its first requested step; wrong workers or engines are then left
-    out.
+    A run that selects no steps is checked at its first requested step, where wrong workers or engines are
+    left out.
 
     Raises:
         ConfigError: as `capture`.
@@ -305,7 +304,7 @@ def _check_first(config: ProfileConfig, workers: object, engines: object) -> boo
 
 
 def _kept_steps() -> ModuleType:
-    from stepscope._recording.capture import kept_steps  # import time: it reads and writes files
+    from stepscope._recording.capture import kept_steps  # imported here, because it imports much
 
     return kept_steps
 

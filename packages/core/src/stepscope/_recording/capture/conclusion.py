@@ -1,6 +1,6 @@
-"""End of a capture: everything that is derived from its manifest. The exporter folds that again later.
+"""The end of a capture: its manifest, and the log lines derived from it.
 
-Then the oldest captured steps are removed (`budget.keep_steps`).
+Then old steps are removed (`budget.keep_steps`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 
 
 _kept: set[str] = set()
-"""Root folders of the runs in which an old step could not be removed. One writer: `_tell_kept`."""
+"""Root folders of runs for which a warning about a step that must be kept was logged. One writer:
+`_tell_kept`."""
 _tidied: dict[str, StepLayout] = {}
-"""{output folder: the step captured last in it}. One writer: `_tidy`."""
+"""{output folder: the step that was captured last}. One writer: `_tidy`."""
 
 
 def clean_up(session: Session) -> None:
-    """Remove old steps, and unfinished files once this process has written its own.
+    """Remove old steps, and remove unfinished files once this process has written its files.
 
-    Both walk through the run's folder, so neither a step nor its close waits for them.
+    The work is queued for the exporter's thread, because it walks through the run's folder.
     """
     keep = session.config.budget.keep_steps
     if keep is not None:
@@ -52,11 +53,11 @@ def clean_up(session: Session) -> None:
 
 
 def _retain(run: RunLayout, run_id: str, keep: int) -> None:
-    """Remove the oldest captured steps of this run, so that `keep` are left. Files of other runs are not
-    touched, even if they are of the same step.
+    """Remove the oldest captured steps of this run until `keep` steps are left. Files of other runs are not
+    removed, even from the same step.
 
-    A step stays while it is captured again, while work after its capture is under way, and if its
-    `finish.command` failed, which may have been the step's copy to another place.
+    A step is kept while it is captured again, while work after its capture is running, and if its
+    `finish.command` failed, because the command may have to copy the step to another place.
     """
     times = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(times, key=lambda number: times[number])[: max(0, len(times) - keep)]
@@ -70,7 +71,7 @@ def _retain(run: RunLayout, run_id: str, keep: int) -> None:
 
 
 def _is_finished(step: StepLayout, run_id: str) -> bool:
-    """Return whether no rank of the run has a `finish.command` for the step that failed or has not ended."""
+    """Return True if each `finish.command` that the run started for the step has succeeded."""
     parts, _ = read_parts(step)
     commands = [
         item for part in parts if part.run_id == run_id for item in part.expected if item.name == COMMAND
@@ -97,7 +98,7 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
             _remove_folder(step.root)
         else:
             for path in _files_of(step, run_id, parts):
-                if path.is_dir():  # a recording of the Ascend profiler
+                if path.is_dir():  # a folder that the Ascend profiler wrote
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
@@ -110,8 +111,8 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Rename a folder before removing it, so that a thread that still writes under the old name cannot keep
-    half of it.
+    """Remove a folder. It is renamed first, so that a thread that still writes into the old path cannot
+    recreate it.
     """
     leaving = temporary(folder)
     folder.rename(leaving)
@@ -119,8 +120,8 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) -> Iterator[Path]:
-    """Yield a run's files of a step. The parts of its manifest come last, because they list the other
-    files.
+    """Yield the files of a run in a step's folder. The manifest's parts come last, because they list the
+    other files.
     """
     own = {path: part for path, part in parts.items() if part.run_id == run_id}
     for path, part in own.items():
@@ -135,7 +136,7 @@ def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) 
 
 
 def _opened(step: StepLayout, run_id: str) -> int | None:
-    """Return when this run opened its capture of the step, or None if some of its parts cannot be read."""
+    """Return the unix ns at which the run opened its capture of the step, or None if unknown."""
     parts, unreadable = read_parts(step)
     if unreadable:
         return None
@@ -144,18 +145,23 @@ def _opened(step: StepLayout, run_id: str) -> int | None:
 
 
 def _tidy(save_path: str, step: StepLayout) -> None:
-    """Remove unfinished files of killed processes: once in the whole folder, then in the last step."""
+    """Remove unfinished files of killed processes: the first time in the whole folder, later in the previous
+    step.
+    """
     last = _tidied.get(save_path)
     remove_abandoned(Path(save_path) if last is None else last.root)
     _tidied[save_path] = step
 
 
 _is_torch_explained = False
-"""True if this process has explained the lines that torch prints. One writer: `_about_torch`."""
+"""True if this process has logged the explanation of the lines that torch prints. One writer:
+`_about_torch`."""
 
 
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
-    """Write the manifest, log problems, and remove the old steps that exceed `budget.keep_steps`."""
+    """Write the manifest, log problems, answer the request if there was one, and queue the removal of old
+    steps.
+    """
     manifest = _write(session, partial(_enter_omissions, asked, session, participants))
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
@@ -170,7 +176,7 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
 
 
 def discard(asked: Asked, session: Session, reason: str) -> None:
-    """Write the manifest of a capture whose recordings are unwanted."""
+    """Write the manifest of a capture that is discarded."""
     pipeline.withdraw(session, reason)
     _write(session, lambda _: None)
     tell_asker(asked, reason)
@@ -178,7 +184,8 @@ def discard(asked: Asked, session: Session, reason: str) -> None:
 
 
 def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
-    # Before the fold: a trace that fails during it is told at least once, perhaps twice.
+    # Set before the manifest is read, so that a trace that fails meanwhile is logged at least once, perhaps
+    # twice.
     session.manifest_part.told = True
     manifest = session.manifest_part.write_last(session.layout, enter)
     for line in result.problems_to_tell(manifest, session.process):
@@ -187,20 +194,20 @@ def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None]) -> 
 
 
 def tell_asker(asked: Asked, reason: str | None) -> None:
-    """Answer the request for the step with the reason why its capture is incomplete, or None if it is
-    complete.
-    """
+    """Answer the request for the step. `reason` states why the capture is incomplete; None means complete."""
     if asked.on_request:
         on_demand.tell_outcome(asked.step, reason)
 
 
 def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> None:
-    """Log one line about a captured step. If each rank captures by itself, the last one to close logs it."""
+    """Log one line about a captured step. If each rank opened its own capture, the last rank to close logs
+    the line.
+    """
     if result.is_open_elsewhere(manifest.processes, session.process):
         return
     has_peers = any(result.is_peer(part, session.process) for part in manifest.processes)
     if has_peers and not create_once(session.layout.logged(session.run_id, session.number)):
-        return  # two ranks that close at the same moment both are the last
+        return  # two ranks that close at the same time may both be last
     line = result.summary(manifest, session.layout.root, session.config.save_path, files.apart)
     failures.tell("stepscope: %s%s", line, _about_torch())
 
@@ -208,19 +215,19 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
 def _enter_omissions(
     asked: Asked, session: Session, participants: Participants | None, parts: Sequence[ProcessPart]
 ) -> None:
-    """Add the expected participants that took no part to the manifest."""
+    """Enter into the manifest which roles and workers the capture probably lacks."""
     manifest_part = session.manifest_part
     omissions.tell_missed(parts)
     if manifest_part.record.absent or manifest_part.state(omissions.WORKERS) is not None:
-        return  # who is not there may have the role
+        return  # an absent worker may have the role
     if _knows_all(session, participants, parts):
         omissions.enter_unmatched(manifest_part, session.config, parts, engines=asked.engines is not None)
 
 
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:
-    """Return whether the parts of all participants are here.
+    """Return whether this host sees the parts of all participants.
 
-    If a launcher's ranks capture by themselves, only the last one to close has all parts.
+    If each rank of a launcher opened its own capture, only the last rank to close sees all parts.
     """
     if participants is not None:
         return not participants.apart
@@ -232,8 +239,8 @@ def _knows_all(session: Session, participants: Participants | None, parts: Seque
 
 
 def _about_torch() -> str:
-    """Return an explanation of the lines that torch's profiler printed at its start; empty after the first
-    time.
+    """Return an explanation of the lines that torch's profiler prints at its first start; empty after the
+    first call.
     """
     global _is_torch_explained
     torch_window = sys.modules.get("stepscope.backends.torch.window")

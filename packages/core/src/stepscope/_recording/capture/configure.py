@@ -1,4 +1,4 @@
-"""Configuration of this process: `configure`, its checks, and the list of functions that it instruments."""
+"""Configuration of this process: `configure`, its checks, and the instrumentation that it asks for."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from stepscope.config import Settings
 
 _configured: ProfileConfig | None = None
-"""Configuration that `configure` set, or that was read from the environment. One writer: this module."""
+"""Configuration from `configure` or the environment, or None before the first use. One writer: this
+module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
-"""Checked configurations by identity. The objects are kept alive, because the identity of a deleted object is
-reused."""
+"""{(id of a configuration, on Ray): the configuration} of checked configurations. The objects are kept alive,
+so that their ids are not reused."""
 _MOST_PLACED = 64
 _placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
-"""{identity of a configuration with a relative `save_path`: (that configuration, its copy with an absolute
-`save_path`)}. One writer: `placed`."""
+"""{id of a configuration: (the configuration with a relative `save_path`, its copy with an absolute one)}.
+Both ids are keys. One writer: `placed`."""
 
 
 def configure(
@@ -40,18 +41,18 @@ def configure(
     """Set this process' configuration for every later `capture` without a `config`.
 
     Args:
-        source: A YAML or JSON file, or a mapping of the same content; or a ready `ProfileConfig`, which is
-            taken exactly as it is, or None for the file that STEPSCOPE_CONFIG names, if any.
-        **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_*
-            environment variables, these arguments.
+        source: Path of a YAML or JSON file, or a mapping with the same content, or a `ProfileConfig`, which
+            is used unchanged. By default the file that STEPSCOPE_CONFIG names, if any.
+        **settings: Fields of `ProfileConfig`. They override STEPSCOPE_* environment variables, which override
+            the file.
 
     Returns:
-        The configuration as resolved.
+        The resolved configuration.
 
     Raises:
-        ConfigError: A value is wrong, a tool is missing or the folder is not writable. The message names the
-            field, its value, the allowed ones and the fix. With STEPSCOPE_DISABLE=1 this is a warning, and
-            the defaults are returned.
+        ConfigError: A value is wrong, the tool is not installed, or the folder is not writable. The message
+            states the field, its value, the allowed values and the fix. With STEPSCOPE_DISABLE=1 this is only
+            a warning, and the defaults are returned.
     """
     global _configured
     if switch.DISABLED:
@@ -72,16 +73,16 @@ def _visit(caller: str, run_id: str, step: int) -> slot.Visit | None:
 
 
 def placed(config: ProfileConfig) -> ProfileConfig:
-    """Return the configuration with an absolute `save_path`: the same object at each call.
+    """Return the configuration with an absolute `save_path`. The same `config` gives the same object.
 
-    So a program that later changes its working directory is still one run in one folder.
+    A program that later changes its working directory then still writes into one folder.
     """
     if os.path.isabs(config.save_path):
         return config
     if id(config) not in _placed:
-        while len(_placed) >= _MOST_PLACED:  # a loop may make a configuration for each step
+        while len(_placed) >= _MOST_PLACED:  # a loop may create a configuration in each step
             del _placed[next(iter(_placed))]
-        path = type(config.save_path)(os.path.abspath(config.save_path))  # it stays one that nobody named
+        path = type(config.save_path)(os.path.abspath(config.save_path))  # UnnamedPath stays UnnamedPath
         absolute = msgspec.structs.replace(config, save_path=path)
         _placed[id(config)] = _placed[id(absolute)] = config, absolute
     return _placed[id(config)][1]
@@ -90,8 +91,8 @@ def placed(config: ProfileConfig) -> ProfileConfig:
 def _unchecked(
     source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None, settings: Settings
 ) -> ProfileConfig:
-    """Return the configuration with all settings that can be resolved, for code that reads it while stepscope
-    is off.
+    """Resolve a configuration while stepscope is off. A wrong value is logged, and the defaults are
+    returned.
     """
     try:
         return resolve(source, None, **settings)
@@ -101,8 +102,8 @@ def _unchecked(
 
 
 def current() -> ProfileConfig:
-    """Return the configuration that `configure` set, or else that of STEPSCOPE_CONFIG and the environment,
-    resolved once.
+    """Return the configuration from `configure`. Without one, resolve and keep the configuration from the
+    environment.
     """
     global _configured
     if switch.DISABLED:
@@ -120,10 +121,10 @@ def current() -> ProfileConfig:
 
 
 def start_up(config: ProfileConfig | None = None) -> None:
-    """Set the configuration while the program starts, before it imports modules that are instrumented.
+    """Set the configuration at the start of the program, before it imports modules to instrument.
 
     Args:
-        config: Configuration of another process of the run, or None for that of the environment. Has no
+        config: Configuration from another process of the run; by default from the environment. It has no
             effect if this process is already configured.
     """
     global _configured
@@ -133,8 +134,8 @@ def start_up(config: ProfileConfig | None = None) -> None:
 
 
 def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
-    """Instrument the functions in the `instrument` list of a configuration, as described in
-    `instrument.configured`.
+    """Instrument the functions in the `instrument` list of a configuration, as `instrument.configured`
+    describes.
     """
     if config.instrument or "stepscope._recording.instrument.configured" in sys.modules:
         configured.apply(config, lenient=lenient)
@@ -142,7 +143,7 @@ def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
 
 
 def check(config: ProfileConfig, *, on_ray: bool) -> None:
-    """Check everything in a configuration that can be wrong on this machine, once for each configuration.
+    """Check once whether a configuration works on this machine.
 
     Raises:
         ConfigError: as in `configure`.

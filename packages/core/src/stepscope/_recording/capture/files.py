@@ -1,4 +1,4 @@
-"""Files of one capture, which all of its processes write."""
+"""The files of one capture, which all its processes write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CapturedFiles:
-    """The files of a capture, as its owner sees them. Methods block, and may be called from any thread."""
+    """The files of a capture, for its owner. Methods block, and may be called from any thread."""
 
     def __init__(self, session: Session, participants: Participants | None) -> None:
         self.session = session
@@ -32,7 +32,7 @@ class CapturedFiles:
         return [] if self._participants is None else self._participants.apart
 
     def manifest(self) -> Manifest:
-        """Return the current manifest, folded from the processes' parts."""
+        """Return the current manifest, combined from the parts of all processes."""
         return self.session.manifest_part.manifest(self.session.layout)
 
     def fold(self) -> None:
@@ -40,9 +40,10 @@ class CapturedFiles:
         self.session.manifest_part.fold(self.session.layout)
 
     def unfinished(self) -> bool:
-        """Return True if another process (a worker, or another rank of torchrun) still records or writes.
+        """Return True if another process (a worker, or another rank of torchrun) is still recording or
+        writing.
 
-        The answer is read from the disk, because a call would have to wait for a busy process.
+        The answer comes from files, because a busy process would not answer a call.
         """
         own = self.session.manifest_part.record
         lost = {absent.process for absent in own.absent}
@@ -64,13 +65,13 @@ class CapturedFiles:
     def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of the workers in `apart`.
 
-        A second call, during or after the first one, fetches the remaining files.
+        A call during another waits for it. A later call fetches the remaining files.
         """
         participants = self._participants
         if participants is None or participants.fleet is None or not participants.apart:
             return
         if not self._gathering.acquire(timeout=max(0.0, left_s())):
-            return  # the other call fetches, and enters its files
+            return  # another call is still fetching
         try:
             private_loop.run(participants.gather(left_s))
             self.fold()

@@ -1,4 +1,4 @@
-"""Steps that the flight recorder keeps, in the process that bounds steps."""
+"""The flight recorder in the process that runs the training loop: steps that are not captured."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.requests import Request, change_requests
 
 MEASURING_S = 1.0
-"""Longest wait for workers whose clocks are measured again when a step is written."""
+"""Longest wait for workers whose clocks are measured again before a step is written."""
 _EXPIRES_NS = 3600 * 10**9
-"""Lifetime of the request to capture the step after a slow one."""
+"""Lifetime of a request to capture the steps after a slow step."""
 
 
 def begin(asked: Asked) -> Callable[[object], None] | None:
     """Begin a step in the flight recorder.
 
     Returns:
-        A function that ends the step. Its argument is the exception that ended the step, its description, or
-        None. None is returned if the recorder could not be started, which is logged.
+        A function that ends the step, called with the exception that ended the step, its description, or
+            None. If the recorder could not be started, which is logged, None.
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:
@@ -52,7 +52,7 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
 
 
 def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
-    # The recorder that a forked child inherits has no threads, and locks that its parent may have held.
+    # In a forked child, the inherited recorder has no threads, and its locks may be held for ever.
     if recorder is not standing.standing():
         return
     trigger = recorder.end_step(step, _ending(error))
@@ -61,15 +61,15 @@ def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
 
 
 def stand(asked: Asked) -> None:
-    """Start the recorder before a step is captured, so that the step gets a line even if it is the first
-    one.
+    """Start the recorder before a captured step, so that the step gets a line even if it is the first
+    step.
     """
     if standing.standing() is None:
         _start(asked)
 
 
 def _start(asked: Asked) -> Recorder | None:
-    """Start the recorder of this process and return it. None if it could not be started, which is logged."""
+    """Start the recorder of this process and return it, or log the error and return None."""
     try:
         process = identify(asked.role, rank=asked.rank)
         recorder = standing.start(asked.config, process, run.run_id(), owner=True)
@@ -83,7 +83,9 @@ def _start(asked: Asked) -> Recorder | None:
 
 
 def _tell(recorder: Recorder, workers: object, engines: object) -> None:
-    """Start a recorder in each worker, remember which workers record, and sample the engines."""
+    """Start the recorder in each worker, note which workers have started it, and sample the engines'
+    counters.
+    """
     request = PrepareRequest(config=recorder.config, run_id=recorder.run_id, record_only=True)
     try:
         others = Participants(workers, _profilers(engines))
@@ -109,8 +111,8 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
     recorder.clocks += [clock for clock in _clocks(outcomes) if here not in clock.process]
 
     def measure() -> Sequence[ClockOffset]:
-        """Measure the workers' clocks again. A busy worker does not answer in time; its earlier measurements
-        are used then.
+        """Measure the workers' clocks again. If a busy worker does not answer in time, its earlier
+        measurement is used.
         """
         try:
             return _clocks(private_loop.run(fleet.prepare(request, MEASURING_S)))
@@ -122,7 +124,7 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
 
 
 def _profilers(engines: object) -> list[EngineProfiler] | None:
-    """Return the profilers of the engines, or None, which is logged, if an engine is not supported."""
+    """Return the profilers of the engines. If an engine is not supported, log this and return None."""
     try:
         return None if engines is None else profilers_of(engines)
     except ours() as error:
@@ -135,7 +137,7 @@ def _clocks(outcomes: Sequence[WorkerOutcome]) -> list[ClockOffset]:
 
 
 def _capture_next(config: ProfileConfig, step: int) -> None:
-    """Request captures with the profilers for the steps after a slow one."""
+    """Request captures with the profilers for the steps after a slow step."""
     if not config.control.requests:
         failures.warn_once("recorder.then_capture does nothing: control.requests is false")
         return
@@ -160,7 +162,7 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
 
 def _ending(error: object) -> Ending | None:
     if error is None or (isinstance(error, BaseException) and not isinstance(error, Exception)):
-        return None  # a Ctrl-C is no failure of the step
+        return None  # a Ctrl-C is not a failure of the step
     return Ending("exception", describe(error) if isinstance(error, Exception) else str(error))
 
 

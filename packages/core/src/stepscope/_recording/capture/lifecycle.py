@@ -1,18 +1,16 @@
-"""Life of one captured step: new -> opening -> open -> closing -> closed.
+"""Lifecycle of one capture: new -> opening -> open -> closing -> closed.
 
-`CaptureWork` opens and closes on the private loop. The caller waits for this work, and itself does the parts
-that belong to its own thread: it starts and stops the profiler (unless that has a thread of its own), and
-switches recording on and off. If an
-exception (a Ctrl-C, an alarm) interrupts the caller during an opening, the opening is undone before the
-exception is raised; during a closing, the closing is completed first.
+`CaptureWork` opens and closes on the private loop while the caller waits. The caller's thread itself starts
+and stops the profiler (unless the profiler has its own thread), and switches recording on and off. If an
+exception (a Ctrl-C, an alarm) interrupts an opening, the opening is undone before the exception is raised. If
+it interrupts a closing, the closing is completed first.
 
-A closing, in order. On the caller's thread: `Session.leave` reads the clock at the step's end;
-`Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`), then switches
-recording off and stops this process' profiler (`Session.end`). On the private loop, while the caller waits:
-`CaptureWork._close` writes the spans and counters (`Session._write`), awaits workers and engines, writes the
-manifest (`conclusion.conclude`) and frees the process. The caller's code then goes on (`Session.hand_back`).
-After that, on the exporter's thread (`output.Exporter`): traces and their sidecars, hooks, and the manifest
-once more (`pipeline.fold_when_written`).
+A closing has three parts. On the caller's thread, `Session.leave` reads the clock at the step's end, and
+`Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`) and stops recording and the
+profiler of this process (`Session.end`). On the private loop, while the caller waits, `CaptureWork._close`
+writes the spans and counters, awaits workers and engines, writes the manifest (`conclusion.conclude`) and
+frees the process for the next capture. Later, on the exporter's thread (`output.Exporter`), traces and their
+sidecars are written, and the manifest is written again (`pipeline.fold_when_written`).
 """
 
 from __future__ import annotations
@@ -43,16 +41,16 @@ T = TypeVar("T")
 
 
 class Lifecycle:
-    """The opening and closing of one capture."""
+    """The opening and closing of one capture, on the caller's side."""
 
     def __init__(self, asked: Asked, taker: Taker) -> None:
-        """Args: taker: The holder of the claim on the process."""
+        """Args: taker: The object that holds the claim on the process."""
         self._asked = asked
         self._taker = taker
         self._work: CaptureWork | None = None
-        """The work of the capture; None before it opens, and in a forked child."""
+        """The work of the capture, or None before the opening."""
         self._closing_on: asyncio.AbstractEventLoop | None = None
-        """Event loop of the task that is closing the capture, or None if no task is."""
+        """Event loop of the task that is closing the capture, or None."""
 
     @property
     def state(self) -> str:
@@ -67,7 +65,7 @@ class Lifecycle:
         return None if self._work is None else self._work.result
 
     def open(self, began_ns: int) -> None:
-        """Open the capture, on the thread whose work is recorded."""
+        """Open the capture. Call this on the thread to record."""
         work = self._take_process(began_ns)
         if work is None:
             return
@@ -75,7 +73,7 @@ class Lifecycle:
             session = _result(work.begin())
             if session is None:
                 return
-            undisturbed(session.prepare_profiler)  # on another thread torch logs an error
+            undisturbed(session.prepare_profiler)  # here, because torch logs an error on another thread
             _result(work.open(session))
             undisturbed(partial(self._begin, work, session))
         except BaseException as error:
@@ -84,8 +82,8 @@ class Lifecycle:
             self._fail(error, closing.discard)
 
     async def aopen(self, began_ns: int) -> None:
-        """Open the capture without blocking the event loop. If this is cancelled, the opening is undone
-        first.
+        """Open the capture without blocking the event loop. A cancellation is raised after the opening is
+        undone.
         """
         work = self._take_process(began_ns)
         if work is None:
@@ -94,7 +92,7 @@ class Lifecycle:
             session = await _aresult(work.begin())
             if session is None:
                 return
-            await own_thread(session.prepare_profiler)  # it may take seconds
+            await own_thread(session.prepare_profiler)  # on another thread, because it may take seconds
             await _aresult(work.open(session))
             undisturbed(partial(self._begin, work, session))
         except BaseException as error:
@@ -108,10 +106,10 @@ class Lifecycle:
         """Claim this process for this capture, without writing or starting anything.
 
         Returns:
-            The work of the capture, or None if the capture is not possible, for a recorded reason.
+            The work of the capture, or None if an error prevented the capture, which is logged.
 
         Raises:
-            CaptureError: another capture has claimed the process, or this capture was used before.
+            CaptureError: another capture has claimed the process, or this capture was opened before.
         """
         asked = self._asked
         if self.state != "new":
@@ -139,9 +137,9 @@ class Lifecycle:
         return self._work
 
     def _begin(self, work: CaptureWork, session: Session) -> None:
-        """Do the last part of opening, on the thread whose work is recorded."""
+        """Do the last part of the opening, on the thread to record: start the profiler and the recording."""
         if work.state != "opening":
-            return  # a signal's handler, or another thread, closed this meanwhile
+            return  # a signal handler or another thread has closed the capture
         session.start_profiler()
         activation.activate(session)
         if work.state == "opening":
@@ -151,15 +149,15 @@ class Lifecycle:
 
     @staticmethod
     def _undo(work: CaptureWork, error: BaseException) -> Closing:
-        """Return the arguments for closing after an error interrupted the opening."""
+        """Return the arguments for closing a capture after an error in its opening."""
         if work.state in ("closing", "closed") and not is_users(error):
-            return Closing()  # a signal's handler, or another thread, closed this: the error comes of that
+            return Closing()  # the error is due to a close by other code
         reason = f"opening failed: {describe(error)}"
         return Closing(Ending("rollback", reason), discard=reason)
 
     def _fail(self, error: BaseException, reason: str | None) -> None:
-        """Record or raise the error of an opening. `reason` is None if other code closed the capture on
-        purpose, which is no error.
+        """Record or raise an error of the opening. `reason` is None if other code closed the capture, which
+        is not an error.
         """
         if reason is None:
             return
@@ -171,21 +169,21 @@ class Lifecycle:
         failures.note("opening a capture", error)
 
     def leave(self) -> None:
-        """Read the clock at which the step ends, before any other part of closing."""
+        """Read the clock at the end of the step. Call this before any other part of the closing."""
         if self.session is not None and self.state in ("opening", "open"):
             self.session.leave()
 
     def is_left_to_a_task(self) -> bool:
-        """Return whether a task of this thread's event loop is closing the capture, so that a wait would
-        block that task.
+        """Return whether a task of this thread's event loop is closing the capture. A wait on this thread
+        would block the task.
         """
         return self._closing_on is not None and self._closing_on is running_loop()
 
     def close(self, closing: Closing, timeout_s: float | None = None) -> None:
-        """Close the capture, and wait until it is closed, or for `timeout_s`.
+        """Close the capture, and wait up to `timeout_s` until it is closed.
 
-        In a signal's handler that interrupted a start or stop of the profiler on this thread, it returns at
-        once; the capture is closed after that start or stop.
+        If a signal handler calls this while it interrupts a start or stop of the profiler, the call returns
+        at once, and the capture is closed after that start or stop.
         """
         work = self._work
         if work is None or postponed(partial(self.close, closing, timeout_s)):
@@ -199,7 +197,9 @@ class Lifecycle:
             self._hand_back(work)
 
     async def aclose(self, closing: Closing) -> asyncio.CancelledError | None:
-        """Close without blocking the event loop. Return the cancellation that arrived meanwhile, or None."""
+        """Close the capture without blocking the event loop. Return a cancellation that arrived meanwhile, or
+        None.
+        """
         work = self._work
         if work is None:
             return None
@@ -219,28 +219,28 @@ class Lifecycle:
         return cancelled
 
     def disown(self) -> None:
-        """Leave the capture to the parent, in a forked child."""
+        """In a forked child, mark the capture as closed, because it belongs to the parent."""
         if self._work is not None:
             self._work = CaptureWork(self._asked, None, Claim(self._asked.step), 0)
             self._work.state = "closed"
 
     def _end(self, work: CaptureWork, closing: Closing) -> None:
-        """Do the part of closing that belongs to the caller's thread. Idempotent."""
-        if work.has_others:  # they stop while the profiler here does
+        """Do the part of the closing that belongs to the caller's thread. Idempotent."""
+        if work.has_others:  # they stop at the same time as the profiler here
             private_loop.submit(work.begin_stopping(closing))
         if work.session is not None:
             work.session.end(discard=closing.discard)
 
     @staticmethod
     def _hand_back(work: CaptureWork) -> None:
-        """Read the clock at which closing ends, after every other part of closing."""
+        """Read the clock at the end of the closing."""
         if work.session is not None and work.state == "closed":
             work.session.hand_back()
 
 
 def _result(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work` on the private loop. An exception that interrupts the wait is raised at
-    once.
+    """Run `work` on the private loop and return its result. An exception that interrupts the wait is raised
+    at once.
     """
     job = private_loop.submit(work)
     job.wait()
@@ -248,7 +248,7 @@ def _result(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _aresult(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work` as `_result` does, without blocking the event loop."""
+    """Run `work` as `_result` does, without blocking the event loop."""
     loop = opened_on.set(running_loop())
     try:
         job = private_loop.submit(work)
@@ -259,7 +259,9 @@ async def _aresult(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _refusal(step: int, other: Claim) -> str:
-    """Return the reason why a capture of `step` may not open while another claim holds this process."""
+    """Return the reason why a capture of `step` cannot open while another capture has claimed this
+    process.
+    """
     state = None if other.taker is None else other.taker.state
     if state is None:
         return (
@@ -273,9 +275,9 @@ def _refusal(step: int, other: Claim) -> str:
 
 
 def _is_for_the_user(error: BaseException, asked: Asked) -> bool:
-    """Return whether an error of opening is raised to the user: a wrong argument, or an exception of the
-    user's own.
+    """Return whether an error of the opening is raised: wrong use of a capture, or an exception of the user's
+    code.
 
-    Internal failures, disk errors, and a wrong configuration from a request do not stop a run.
+    Internal errors, disk errors, and a wrong configuration from a request must not stop a run.
     """
     return isinstance(error, CaptureError) or is_users(error)

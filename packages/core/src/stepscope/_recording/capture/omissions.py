@@ -1,6 +1,4 @@
-"""Omissions that a capture's user should know of: workers that were not passed, and roles that no process
-has.
-"""
+"""Warnings about omissions in a capture: workers that were not passed, and roles that no process has."""
 
 from __future__ import annotations
 
@@ -19,29 +17,27 @@ from stepscope.errors import ours
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
 
 WORKERS, PROFILER = "workers", "profiler"
-"""Names of these omissions in the manifest."""
+"""Names of two omissions in the manifest."""
 
 _prepared = False
 """True if `prepare` was called with workers in this process. One writer: `workers_prepared`."""
 
 
 def none_meant(group: object) -> bool:
-    """Return whether `workers={}` or `workers=[]` was passed, which means that there are no workers."""
+    """Return whether `group` is empty, as in `workers={}`, which states that there are no workers."""
     return isinstance(group, Mapping | Sequence) and not isinstance(group, str) and not group
 
 
 def workers_prepared() -> None:
-    """Record that `prepare` was called with workers here, so that every capture is expected to get
-    workers.
+    """Record that `prepare` was called with workers in this process, so that captures without workers are
+    reported.
     """
     global _prepared
     _prepared = True
 
 
 def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
-    """Record a warning if this capture was given no workers, and something shows that the run probably has
-    workers.
-    """
+    """Record a warning if this capture was given no workers but the run probably has workers."""
     reason = _missing_workers(engines=engines, opened_by=opened_by)
     if reason is not None:
         failures.warn_once(reason)
@@ -60,7 +56,7 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
                 "Fix: capture(step, workers={...}), the same as for prepare()"
             )
         worker = getattr(ray.get_runtime_context(), "worker", None)
-        if engines or worker is None or worker.mode != ray.SCRIPT_MODE:  # an actor, a task
+        if engines or worker is None or worker.mode != ray.SCRIPT_MODE:  # in an actor or a task
             return None
     except ours() as error:
         failures.note("asking Ray whether this is its driver", error)
@@ -79,8 +75,8 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
 def enter_unmatched(
     manifest_part: ManifestPart, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
 ) -> None:
-    """Record roles of the configuration that match nothing in a complete capture, and the reason if no
-    profiler ran.
+    """Record roles of the configuration that match no process, and the reason if no profiler ran. `parts`
+    must be complete.
     """
     roles = {role for part in parts for role in (part.process.role, *part.roles)}
     known = roles | {"rollout"} if engines else roles
@@ -90,7 +86,8 @@ def enter_unmatched(
         if config.roles[pattern].profiler:
             unmatched = True
             manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
-    # A rank that `ranks` leaves out says nothing of the others, of which there may be no parts.
+    # If a rank is left out by `ranks`, other ranks may run the profiler, although their parts may not be
+    # here.
     by_rank = any(_is_left_out(config, part) for part in parts)
     why_none = None if unmatched or by_rank else no_profiler(config, parts)
     if why_none is not None:
@@ -100,10 +97,9 @@ def enter_unmatched(
 
 
 def tell_missed(parts: Iterable[ProcessPart]) -> None:
-    """Log the functions that presets name and a process lacks, once for each function, unless another process
-    has logged them.
+    """Log the functions of presets that a process does not have, once for each function.
 
-    The main process and rank 0 have already logged their own.
+    Functions that this process has already logged are left out. Ranks other than 0 log nothing.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -115,10 +111,10 @@ def tell_missed(parts: Iterable[ProcessPart]) -> None:
 
 
 def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], where: str) -> dict[str, str]:
-    """Return {pattern: message} for patterns of the configuration that match none of the roles.
+    """Return {pattern: message} of the patterns that match none of the roles.
 
-    Default patterns are left out, and patterns that ask for spans alone and resemble no role: a run without
-    that role lacks nothing.
+    Default patterns are left out. A pattern with `profiler: off` is left out too, unless it is similar to a
+    role, because a run without that role lacks nothing.
 
     Args:
         where: Words that follow "roles" in the message: `in this capture`.
@@ -139,8 +135,8 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
 
 
 def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:
-    """Return the reason why no profiler and no engine recorded anything although some role is to be profiled;
-    else None.
+    """If a role should be profiled but no profiler and no engine recorded anything, return the reason; else
+    None.
     """
     items = [item for part in parts for item in part.expected if item.kind in ("trace", "engine")]
     wanted = any(role.profiler for role in config.roles.values())
@@ -154,7 +150,7 @@ def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | No
 
 
 def _is_left_out(config: ProfileConfig, part: ProcessPart) -> bool:
-    """Return whether a process is not profiled because of its rank, although other ranks of its role are."""
+    """Return whether a process is not profiled because of its rank, while other ranks of its role are."""
     rank, size = part.process.rank, part.process.world_size
     matches = (config.role(role) for role in (part.process.role, *part.roles))
     is_profiled = any(match is not None and match[1].profiler for match in matches)

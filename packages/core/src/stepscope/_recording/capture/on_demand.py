@@ -1,9 +1,8 @@
-"""Captures on demand: a request in the run's folder, or a signal, selects a further step.
+"""Captures on demand: a request in the run's folder, or a signal, selects another step.
 
-`control.json` is checked when a step begins (one `stat`), and by a thread in between, so that a request is
-answered within seconds. Only processes that open captures listen; their workers and engines take part as in
-any other capture. No request can raise an error in the training loop: the answer gives the reason if it is
-refused.
+`control.json` is checked when a step begins (one `stat`), and by a thread every few seconds, so that requests
+are answered soon. Only processes that open captures listen. Their workers and engines take part as in any
+capture. A wrong request does not raise an error in the training loop; its answer states why it is refused.
 """
 
 from __future__ import annotations
@@ -56,28 +55,29 @@ def request_capture(
     next_run: bool = False,
     last: int | None = None,
 ) -> str:
-    """Request that a run, this one or another, captures steps that its configuration does not select.
+    """Request that a run captures steps which its configuration does not select.
 
-    This is the function behind `stepscope trigger`. The run sees the request when its next step begins.
+    `stepscope trigger` calls this function. The run, in this or another process, reads the request when its
+    next step begins.
 
     Args:
         steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
-        roles: A role or a glob in which the profiler runs, or None to keep the configuration.
-        ranks: `all`, `first`, `0,8-15`, a rank or several, or None to keep the configuration.
-        tool: Profiler to use, or None for the configured one.
-        seconds: Replacement for `budget.seconds`, or None.
-        expires_s: Time after which the request is dropped if none of its steps has begun.
-        save_path: The run's folder, or None for the folder in this process' configuration.
-        next_run: True to make the request even if no run listens in that folder, for its next run.
-        last: Number of past steps to write from the flight recorder, in place of a capture.
+        roles: A role or a glob. The profiler runs in roles that match; None keeps the configuration.
+        ranks: `all`, `first`, `0,8-15`, a rank or a sequence of ranks; None keeps the configuration.
+        tool: Profiler to use; None keeps the configuration.
+        seconds: Value that replaces `budget.seconds`; None keeps the configuration.
+        expires_s: Seconds after which the request expires if none of its steps has begun.
+        save_path: The run's folder. By default the folder in this process' configuration.
+        next_run: True to request captures of the next run in the folder if no run listens now.
+        last: Number of past steps that the flight recorder should write, in place of a capture.
 
     Returns:
-        The request's id; `stepscope trigger list RUN` shows the answers to it. With STEPSCOPE_DISABLE=1
-        nothing is asked, and it is empty.
+        The request's id. `stepscope trigger list RUN` shows the answers to the request. With
+            STEPSCOPE_DISABLE=1, nothing is requested and the id is empty.
 
     Raises:
         ConfigError: an argument is wrong.
-        CaptureError: nobody listens in that folder: its run has ended, or has not begun.
+        CaptureError: no run listens in the folder, because it has ended or has not begun.
         OSError: the folder cannot be written.
     """
     if switch.DISABLED:
@@ -116,11 +116,11 @@ def request_capture(
 
 
 def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_past: bool) -> list[str] | None:
-    """Return the ids of the runs that listen in a folder, or None for the next run in it.
+    """Return the ids of the runs that listen in a folder, or None if the request is for any run.
 
     Args:
-        own: True if the folder is that of this process' run, which need not listen yet.
-        of_the_past: True if past steps are requested, which a next run does not have.
+        own: True if the folder belongs to this process' run, which need not listen yet.
+        of_the_past: True if past steps are requested, which a later run does not have.
 
     Raises:
         CaptureError: no run listens, and the request is not for the next run.
@@ -145,7 +145,7 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_pa
 
 
 def _living(standing: list[Request]) -> list[Request]:
-    """Return the requests that ended less than a day ago or are open, because their answers may still be
+    """Return the requests that have not expired, or expired less than a day ago. Their answers may still be
     read.
     """
     return [request for request in standing if request.expires_ns > time.time_ns() - _DAY_NS]
@@ -156,10 +156,10 @@ _listener: Listener | None = None
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
-    """Return `config` with the changes of the request, for the requested step.
+    """Return `config` with the changes of `request`, for the requested step.
 
     Raises:
-        ConfigError: the request has a value that does not exist.
+        ConfigError: the request has a wrong value.
     """
     changes: dict[str, object] = {"steps": [step]}
     if request.tool is not None:
@@ -177,22 +177,22 @@ def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
 
 
 class Listener:
-    """Polls one run's `control.json` for this process."""
+    """Poller of one run's `control.json`, and writer of this process' answers."""
 
     def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
         self.save_path = config.save_path
         self._layout = RunLayout(config.save_path)
         self._control = os.fspath(self._layout.control)
         self._step: int | None = None
-        """The latest step that has begun, or None."""
-        self._lock = threading.RLock()  # a signal's handler may come in the middle of a look
+        """The last step that began, or None."""
+        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a check
         self._seen: tuple[int, int] | None = None
-        """Modification time and size of the file at the last check, or None."""
+        """Modification time and inode of the file at the last check, or None if there was no file."""
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
         self._answers: dict[str, Answer] = {}
-        """{request id: answer}. Always replaced as a whole, because a signal's handler may read it at any
-        time."""
+        """{request id: answer}. The dict is replaced and not changed, because a signal handler may read it at
+        any time."""
         self._itself = Listening(
             host=process.host,
             pid=process.pid,
@@ -203,17 +203,17 @@ class Listener:
         )
         self._written: Listening | None = None
         self._is_silent = not config.names_folder and not config.steps
-        """True while nothing is written: nobody named the folder, or selected a step."""
+        """True if neither a folder nor a step was configured; then nothing is written before a request."""
         self._stop = threading.Event()
         self._poll_s = config.control.poll_seconds
         threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
 
     def wanted(self, config: ProfileConfig, step: int, *, alone: bool) -> ProfileConfig | None:
-        """Return the configuration of the request for `step`, or None if there is no such request.
+        """Return the configuration for `step` if a request selects it, else None.
 
         Args:
-            alone: True if this process alone decides which step is `next`. If other ranks open their own
-                captures, these learn of the request during their next step, so `next` is the step after that.
+            alone: True if only this process decides which step is `next`. If other ranks open their own
+                captures, they read the request during their next step, so `next` is the step after that.
         """
         self._step = step
         if self._nothing_asked():
@@ -229,7 +229,7 @@ class Listener:
         return None
 
     def amend(self, step: int, **fields: object) -> None:
-        """Replace fields of the answers whose latest step is `step`."""
+        """Replace fields of the answers whose last step is `step`."""
         with self._lock:
             self._answers = {
                 name: msgspec.structs.replace(answer, **fields) if step in answer.steps[-1:] else answer
@@ -237,7 +237,9 @@ class Listener:
             }
 
     def write_last(self, why: str) -> None:
-        """Write the answers for the case that no further step begins. A process may survive SIGTERM."""
+        """Write final answers, as if no further step begins. They may change if the process survives
+        SIGTERM.
+        """
         with self._lock:
             self._look()
             answers = {
@@ -251,8 +253,8 @@ class Listener:
         self._stop.set()
 
     def _nothing_asked(self) -> bool:
-        """Return whether there is no request: neither a file, now or at the last check, nor a signal. Takes
-        no lock.
+        """Return whether there is no request by a signal or a file, now or at the last check. This takes no
+        lock.
         """
         if self._requests or self._seen is not None or shutdown.pending():
             return False
@@ -277,7 +279,9 @@ class Listener:
         return chosen
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
-        """Return whether `request` is for `step`. If all of its steps are in the past, answer it."""
+        """Return whether `request` is for `step`. If all of its steps are in the past, answer that it was
+        missed.
+        """
         answer = self._answers[request.id]
         if step in answer.steps:
             return False
@@ -309,13 +313,13 @@ class Listener:
                     if not self._stop.is_set():
                         self._look()
                         self._write()
-            except ours() as error:  # a disk that is full now may have room at the next look
+            except ours() as error:  # a full disk may have room at the next check
                 failures.note("polling for requests", error)
         if _listener is not self:
             _write_last(self, "its process went on in another run's folder")
 
     def _look(self) -> None:
-        """Read `control.json` if it has changed, and answer new requests. No content of the file raises."""
+        """Read `control.json` if it has changed, and answer new requests. An invalid file does not raise."""
         seen = _stamp(self._control)
         if seen == self._seen:
             return
@@ -338,9 +342,8 @@ class Listener:
         self._answers = {**self._answers, request.id: answer}
 
     def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
-        """Write the answers on the polling thread, because nothing is written while a step begins. The run's
-        folder is created if needed, because its files are the only sign of the run; but not before a request,
-        if nobody named the folder or selected a step.
+        """Write the answers, and create the run's folder if needed, because the file shows that the run
+        listens. The polling thread calls this, so that the beginning of a step does not wait for the disk.
         """
         answers = self._answers if last is None else last
         if self._is_silent and not answers:
@@ -354,7 +357,7 @@ class Listener:
 
 
 def _first_answer(request: Request) -> Answer:
-    """Return the answer to a new request. A request for past steps is carried out at once."""
+    """Return the answer to a new request. Past steps are written at once."""
     if time.time_ns() > request.expires_ns:
         return Answer(state="expired", reason="it had expired")
     if request.last is None:
@@ -375,7 +378,7 @@ def _first_answer(request: Request) -> Answer:
 def wanted(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """Call `Listener.wanted` of this process' listener and return the result. Never raise."""
+    """Call `Listener.wanted` of this process' listener. Never raise."""
     if switch.DISABLED or not config.control.requests:
         return None
     try:
@@ -386,7 +389,7 @@ def wanted(
 
 
 def _listening(config: ProfileConfig, role: str, rank: int | None) -> Listener:
-    """Return the listener for the run in `config.save_path`. A listener for another folder is closed."""
+    """Return the listener for `config.save_path`. A listener for another folder is closed."""
     global _listener
     standing = _listener
     if standing is None or standing.save_path != config.save_path:
@@ -398,7 +401,7 @@ def _listening(config: ProfileConfig, role: str, rank: int | None) -> Listener:
 
 
 def listens_here(save_path: str) -> bool:
-    """Return whether this process listens at the run in that folder."""
+    """Return whether this process listens for requests in the folder `save_path`."""
     return _listener is not None and _listener.save_path == save_path
 
 
@@ -409,7 +412,7 @@ def tell_others(step: int, others: dict[str, str]) -> None:
 
 
 def tell_outcome(step: int, reason: str | None) -> None:
-    """Record the end of a requested capture. `reason` is the failure, or why the capture is empty; else
+    """Record the outcome of a requested capture. `reason` states why the capture failed or is empty, or is
     None.
     """
     if _listener is not None and reason is not None:
@@ -417,14 +420,14 @@ def tell_outcome(step: int, reason: str | None) -> None:
 
 
 def end(why: str) -> None:
-    """Answer the open requests at the end of the process."""
+    """Write final answers to open requests at the end of the process."""
     if _listener is not None:
         _write_last(_listener, f"{why} before such a step began")
 
 
 def _end_at_exit() -> None:
     if _listener is not None:
-        _listener.close()  # else its next poll would undo the last answers
+        _listener.close()  # else its next poll would overwrite the final answers
     end("the process exited")
 
 
@@ -445,15 +448,13 @@ def _stamp(path: str) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=MAX_REQUESTS)
 def _ranges(steps: str) -> tuple[StepRange, ...]:
-    """Return the steps of a request. Cached, because a request for a far step is checked at every step until
-    then.
-    """
+    """Return the steps of a request. Cached, because requests are checked in every step."""
     return ProfileConfig.from_mapping({"steps": steps}).steps
 
 
 def _forget() -> None:
     global _listener
-    _listener = None  # the child has the object and not the thread
+    _listener = None  # a forked child does not have the polling thread
 
 
 fork.forgets("request listener", _forget)

@@ -1,8 +1,8 @@
-"""prepare(): checks and one-off costs before the first step.
+"""`prepare`: checks and one-time costs before the first step.
 
-Without prepare(), both happen before the first captured step, which delays the run by some seconds but does
-not slow the step itself. torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy
-machine.
+Without `prepare`, the first capture pays these costs while it opens. This delays the run by some seconds, but
+does not slow the step itself. The first start of torch.profiler in a process takes 1.2 to 2.5 s, more on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def prepare(
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:
-    """Check this process, its workers and its engines, and start each profiler once to pay its one-off costs.
+    """Check this process, its workers and its engines, and start each profiler once to pay its one-time
+    costs.
 
-    Call it once, after the workers are placed, with the arguments of `capture`. If the configuration selects
-    no steps, it prepares for requests, and problems are logged as warnings; with `control.requests` false too
-    it does nothing.
+    Call this once, after the workers are created, with the arguments of `capture`. If the configuration
+    selects no steps, problems are only logged, because steps may still be requested. If requests are off too
+    (`control.requests`), nothing is done.
 
     Raises:
         ConfigError: as `capture` on opening.
         EngineError: as `capture` on opening.
-        CaptureError: one line for each process or engine whose profiler cannot work, with the reason; or this
-            runs inside an event loop (await `aprepare` there).
+        CaptureError: profilers cannot work; the message has a line for each process or engine. Or the call is
+            in a running event loop, where `aprepare` must be awaited.
     """
     if switch.DISABLED:
         return
@@ -54,8 +55,8 @@ def prepare(
     config = _configured(config)
     alone = None
     if _may_capture(config):
-        # On this thread: torch prints an error where its profiler first starts on another one than that which
-        # imported torch.
+        # On this thread, because torch prints an error if its profiler first starts on another thread than
+        # the one that imported torch.
         alone = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
     _wait_for(_prepare(config, workers, engines, role, alone))
 
@@ -76,7 +77,7 @@ async def aprepare(
 
 def _configured(config: ProfileConfig | None) -> ProfileConfig:
     config = configure.current() if config is None else configure.placed(config)
-    shutdown.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
+    shutdown.handle(config)  # on this thread, because the rest runs on the private loop
     return config
 
 
@@ -91,7 +92,7 @@ async def _prepare(
     role: str,
     alone: PrepareAnswer | None,
 ) -> None:
-    """Args: alone: The outcome of preparing this process, or None if it is not prepared yet."""
+    """Args: alone: The answer of this process, or None if this process is not prepared yet."""
     run.mark_prepared()
     workers = None if omissions.none_meant(workers) else workers
     if workers is not None:
@@ -109,9 +110,9 @@ async def _prepare(
 
 
 def before_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
-    """Prepare an unedited program, once, because its code does not call `prepare`.
+    """Prepare an unedited program once, because its code does not call `prepare`.
 
-    Problems are logged. Without selected steps nothing is prepared, because a step may never be requested.
+    Problems are logged. If no steps are selected, nothing is done, because a step may never be requested.
     """
     if not is_due(config):
         return
@@ -120,7 +121,7 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
             _wait_for(_readiness().make_ready(config, workers, engines, role, edited=False))
             return
         configure.check(config, on_ray=False)
-        # On the thread that is recorded: on another one torch logs an error.
+        # On the thread to record, because torch logs an error on another thread.
         problem = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role)).problem
         if problem is not None:
             raise CaptureError(f"profiling cannot work in this process: {problem}")
@@ -139,7 +140,7 @@ async def abefore_first_step(config: ProfileConfig, workers: object, engines: ob
 
 
 def _readiness() -> ModuleType:
-    from stepscope._recording.capture import readiness  # import time: asyncio
+    from stepscope._recording.capture import readiness  # imported here, because it imports asyncio
 
     return readiness
 
@@ -156,5 +157,5 @@ def _logged() -> Iterator[None]:
 
 
 def is_due(config: ProfileConfig) -> bool:
-    """Return whether an unedited program has not been prepared yet."""
+    """Return whether an unedited program with selected steps has not been prepared yet."""
     return bool(config.steps) and not run.is_prepared()

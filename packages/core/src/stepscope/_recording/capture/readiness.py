@@ -1,4 +1,4 @@
-"""Checks before the first step of every process and engine of a run, with one start of each profiler."""
+"""Checks of every process and engine of a run before its first step, with one start of each profiler."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError, ours
 
 STARTING_S = 300.0
-"""Longest wait before the run for the answer of a worker or an engine, which may still be loading its
-model."""
+"""Longest wait of `prepare` for a worker or an engine, which may still be loading its model."""
 PATIENCE_S = 5.0
-"""Longest time for which an unedited program is held, once. A worker without an answer by then, because it is
-busy or still starting, prepares later, at the latest in its first captured step."""
+"""Longest time that an unedited program waits, once, for its workers. A worker that does not answer in time,
+because it is busy or still starting, prepares later, at the latest in its first captured step."""
 _FACTS = {"activities", "artifacts", "version"}
-"""Notes that an engine gives for each capture, whatever the user set: the default activities, for example,
-include devices that the engine may lack."""
+"""Keys of notes that an engine reports for each capture, whatever the user has set. For example, the default
+activities include devices that the engine may lack."""
 
 
 async def make_ready(
@@ -43,13 +42,13 @@ async def make_ready(
     """Check and warm up this process, its workers and its engines.
 
     Args:
-        edited: True if the program calls `prepare` itself, so that its roles are declared and no worker is
-            busy yet. An unedited program declares roles as it imports modules. It waits at most
-            `PATIENCE_S`; a missing answer by then is not an error.
-        alone: The outcome of preparing this process, or None if it is not prepared yet.
+        edited: True if the program calls `prepare` itself, so that its roles are known and its workers are
+            not busy. False for an unedited program, which waits at most `PATIENCE_S`; no answer is then not
+            an error.
+        alone: The answer of this process, or None if this process is not prepared yet.
 
     Raises:
-        ConfigError: for the same reasons as when a capture opens.
+        ConfigError: as a capture on opening.
         EngineError: as a capture on opening.
         CaptureError: a process or an engine cannot record. The message lists all problems.
     """
@@ -80,7 +79,7 @@ async def make_ready(
     ):
         failures.warn_once(warning)
     if edited and (outcomes or participants.profilers or identity.is_alone()):
-        # Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them.
+        # Roles that occur only in `span(role=)` are not known yet. The capture reports unmatched roles again.
         roles = {
             *own.roles,
             *(name for outcome in outcomes for name in outcome.roles),
@@ -104,10 +103,10 @@ async def _workers(
 async def _engine(
     engine: EngineProfiler, config: ProfileConfig, deadline_s: float
 ) -> tuple[str | None, bool]:
-    """Return (reason why the profiler of an engine cannot work, or None; True if the reason is only that no
-    answer came in time).
+    """Check an engine. Return (reason why its profiler cannot work, or None; True if it only did not answer
+    in time).
 
-    Warn of options that have no effect on the engine.
+    Options that have no effect on the engine are logged as warnings.
     """
 
     def check() -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Outcome of a capture, as its owner sees it, and the facts that its manifest alone tells."""
+"""The outcome of a capture, as its owner sees it."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 _IN_FULL = 3
-"""Problems that `shortfall` lists in full."""
+"""Largest number of problems that `shortfall` lists in full."""
 
 
 def is_open_elsewhere(parts: Iterable[ProcessPart], process: ProcessInfo) -> bool:
-    """Return whether another rank that opened this capture by itself has not closed its own yet."""
+    """Return whether a rank that opened its own capture of this step has not closed it yet."""
     peers = [part for part in parts if is_peer(part, process)]
     return any(item.pending == "closing" for part in peers for item in part.expected)
 
 
 def is_peer(part: ProcessPart, process: ProcessInfo) -> bool:
-    """Return whether the part is of another rank that opened this capture by itself."""
+    """Return whether the part belongs to another rank that opened its own capture of this step."""
     return part.owner and part.process != process
 
 
 def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
-    """Return the problems that this process reports: its own, and those of processes that it started,
-    including stops that went past their deadline.
+    """Return the problems that this process logs: its own problems, and problems of its workers and engines,
+    including stops after their deadline.
 
-    Ranks that open captures of their own report their own problems. The last one to close also reports those
-    of dead ranks. What `warn_once` has logged is left out.
+    Ranks that open their own captures log their own problems. The last rank to close also logs the problems
+    of dead ranks. Problems that `warn_once` has logged are left out.
     """
     is_last = not is_open_elsewhere(manifest.processes, process)
     own = [
@@ -64,7 +64,7 @@ def _troubles(manifest: Manifest) -> list[str]:
 
 
 def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
-    """Return the problems of a capture, or else `no_profiler`, in one line; None if there are none so far."""
+    """Return the problems of a capture in one line, else `no_profiler`, which may be None."""
     problems = _troubles(manifest)
     if not problems:
         return no_profiler
@@ -73,9 +73,10 @@ def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
 
 
 def summary(manifest: Manifest, folder: Path, save_path: str, apart: Sequence[str]) -> str:
-    """Return one line for the log: participants, traces (pending ones too), and the step's folder.
+    """Return one line for the log: number of processes, number of traces (also pending ones), and the step's
+    folder.
 
-    A process whose spans could not be written is not among the participants.
+    A process whose spans could not be written is not counted.
     """
     items = [item for part in manifest.processes for item in part.expected]
     traces = sum(len(item.artifacts) + (item.pending == "exporting") for item in items)
@@ -95,8 +96,8 @@ _POLL_S = 0.2
 
 
 class CaptureResult:
-    """The outcome of a capture. `captured` is False for a step that was not selected; nothing is then awaited
-    or missing.
+    """The outcome of a capture. `captured` is False for a step that was not selected, which has no files and
+    no problems.
     """
 
     def __init__(self, step: int, files: CapturedFiles | None = None) -> None:
@@ -115,20 +116,22 @@ class CaptureResult:
         return None if self._files is None else self._files.session.layout.root
 
     def manifest(self) -> Manifest | None:
-        """Return the current manifest, folded from the processes' parts, or None for a step that was not
-        captured.
+        """Return the current manifest, combined from the parts of all processes, or None for a step that was
+        not captured.
         """
         return None if self._files is None else self._files.manifest()
 
     def problems(self) -> list[str]:
-        """Return a line for each expected item that is missing, partial or failed. Pending items do not
-        count.
+        """Return a line for each expected item that is missing, partial or failed. Pending items are not
+        listed.
         """
         manifest = self.manifest()
         return [] if manifest is None else manifest.problems()
 
     def summary(self) -> str:
-        """Return one line for the log: participants, traces (pending ones too), and the folder."""
+        """Return one line for the log: number of processes, number of traces (also pending ones), and the
+        step's folder.
+        """
         if self._files is None:
             return f"step {self.step}: not selected, nothing recorded"
         session = self._files.session
@@ -137,13 +140,15 @@ class CaptureResult:
         )
 
     def wait(self, timeout_s: float | None = None) -> Manifest | None:
-        """Wait until all files of all processes are written, at most `timeout_s` (default
+        """Wait until the files of all processes are written, or for `timeout_s` (by default
         `budget.export_seconds`).
 
-        Deferred exports begin now. Blocks: from a coroutine, `await asyncio.to_thread(result.wait)`.
+        Deferred exports begin now. The call blocks; in a coroutine use
+        `await asyncio.to_thread(result.wait)`.
 
         Returns:
-            The manifest at the end of the wait. Unfinished items are pending in it.
+            The manifest after the wait, in which unfinished items are pending; None for a step that was not
+                captured.
         """
         files = self._files
         if files is None:
@@ -164,8 +169,8 @@ class CaptureResult:
         """Wait as `wait` does, then raise if any expected item is not there.
 
         Raises:
-            MissingArtifactsError: lists every expectation that is missing, partial, failed or still pending,
-                with its reason. A `finish.command` that has not run yet does not count.
+            MissingArtifactsError: lists every item that is missing, partial, failed or still pending, with
+                the reason. A `finish.command` that has not run yet is not listed.
         """
         manifest = self.wait(timeout_s)
         problems = [] if manifest is None else manifest.problems() + manifest.awaited(but="running")
@@ -174,10 +179,10 @@ class CaptureResult:
 
 
 def on_capture(hook: CaptureHook) -> CaptureHook:
-    """Call `hook(cap.result)` after each capture that this process opened, once its own files are written
-    or given up.
+    """Call `hook(cap.result)` after each capture that this process opened, once the files of this process are
+    written or have failed.
 
-    Workers may still be writing their files then: `result.wait()` waits for these. Otherwise as
+    Workers may still be writing their files; `result.wait()` waits for them. Hooks run as those of
     `on_artifact`.
 
     Raises:

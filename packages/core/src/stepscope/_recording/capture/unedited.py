@@ -1,4 +1,4 @@
-"""Captures of steps in an unedited loop. `instrument/step_boundaries.py` opens and closes them."""
+"""Captures of an unedited training loop, which `instrument/step_boundaries.py` opens and closes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class UneditedCapture:
-    """A `StepCapture` that prepares its program first, because no line of the loop calls `prepare`."""
+    """A `StepCapture` that first prepares the program, because its code does not call `prepare`."""
 
     def __init__(self, capture: Capture, workers: object, engines: UneditedEngines | None, role: str) -> None:
         self.capture = capture
@@ -54,17 +54,17 @@ class UneditedCapture:
 
 
 def failed(error: Exception) -> None:
-    """Record the error that prevented the capture of a step of the loop."""
+    """Record an error that prevented the capture of a step."""
     no_step.failed(error)
 
 
 def new_capture(
     number: int, workers: object, groups: Mapping[str, object], role: str, closing: StepCapture | None
 ) -> UneditedCapture | None:
-    """Return a capture of step `number`, to open.
+    """Return a new capture of step `number`.
 
-    Return None while a capture other than `closing` records this process: the user's, or that of a worker's
-    owner.
+    Return None if a capture other than `closing` records this process: a capture of the user's code, or of
+    another process for which this process is a worker.
     """
     other = opened()
     if other is None and slot.session() is not None:
@@ -77,12 +77,12 @@ def new_capture(
 
 
 def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
-    """Return the engines of this step, or None if there is no engine to record."""
+    """Return the engines to record, or None if there are none."""
     config = configure.current()
     match = config.role("rollout")
     if match is None or not match[1].engine.profiler or not (groups or local_engines.registered()):
         return None
-    from stepscope._recording.fanout.unedited_engines import UneditedEngines  # import time: asyncio
+    from stepscope._recording.fanout.unedited_engines import UneditedEngines  # imported here: asyncio
 
     engines = UneditedEngines(groups, config)
     return engines if engines.profilers else None

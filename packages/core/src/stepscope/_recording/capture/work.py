@@ -1,11 +1,11 @@
-"""Work of one capture: everything but the profiler's window, which belongs to the recorded thread.
+"""Work of one capture on the private loop: everything except the profiler's window, which belongs to the
+recorded thread.
 
-Closing is four stages, after the profiler has stopped: close this process' files, wait for the workers and
+After the profiler has stopped, a close has four stages: close this process' files, wait for the workers and
 engines, write the manifest, and free the process for the next capture.
 
-The work runs only on the private loop: on one thread, in the order of the calls. So it needs no lock, no
-signal interrupts it, and a second call of `close` joins the first one. `close` also undoes an opening that
-failed.
+The private loop runs on one thread, so the work needs no lock, and signals do not interrupt it. A second call
+of `close` waits for the first. `close` also undoes an opening that failed.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from stepscope.errors import ours
 from stepscope.files.manifest.records import Manifest
 
 _CANCEL_S = 5.0
-"""Longest wait for the end of a cancelled opening."""
+"""Longest wait for a cancelled opening to end."""
 
 
 class CaptureWork:
-    """The opening and closing of one capture's session, workers and engines."""
+    """The opening and closing of one capture: its session, workers and engines."""
 
     def __init__(self, asked: Asked, participants: Participants | None, claim: Claim, began_ns: int) -> None:
         self.state: Literal["new", "opening", "open", "closing", "closed"] = "opening"
         self.session: Session | None = None
         self.result: CaptureResult | None = None
-        """The result; None before there is a session, and in a forked child."""
+        """The result, or None before the session is made."""
         self._asked = asked
         self._participants = participants
         self._claim = claim
         self._began_ns = began_ns
         self._files: CapturedFiles | None = None
         self._manifest: Manifest | None = None
-        """Manifest at the close of the capture."""
+        """The manifest as written at the close, or None."""
         self._opening: asyncio.Task[object] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        """Task that stops the workers and engines, or None."""
+        """The task that stops the workers and engines, or None."""
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -59,7 +59,7 @@ class CaptureWork:
         return self._participants is not None
 
     async def begin(self) -> Session | None:
-        """Make the session, and open its files. Return None if the capture was closed before this call."""
+        """Make the session, open its files, and return it. Return None if the capture was closed before."""
         if self.state != "opening":
             return None
         session = _make_session(self._asked, self._participants, self._began_ns)
@@ -71,7 +71,7 @@ class CaptureWork:
     async def open(self, session: Session) -> None:
         """Start the workers and engines."""
         if self.state != "opening":
-            return  # it was closed meanwhile
+            return  # the capture was closed meanwhile
         self._opening = asyncio.current_task()
         participants = self._participants
         if participants is not None:
@@ -83,9 +83,7 @@ class CaptureWork:
         session.open_logs()
 
     async def begin_stopping(self, closing: Closing) -> None:
-        """Begin to stop the workers and engines. An opening that is still starting them is cancelled
-        first.
-        """
+        """Begin to stop the workers and engines. If the opening is still starting them, cancel it first."""
         if self.state in ("opening", "open"):
             self.state = "closing"
         opening = self._opening
@@ -96,19 +94,19 @@ class CaptureWork:
             self._stopping = asyncio.ensure_future(self._stop(self._participants, self.session, closing))
 
     async def close(self, closing: Closing) -> None:
-        """Close everything. A call during another one joins that call, and may shorten its wait for other
+        """Close the capture. A second call waits for the first, and may shorten the wait for other
         processes.
         """
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close(closing))
-        elif self._stopping is not None and closing.deadline_s is not None:  # the process ends
+        elif self._stopping is not None and closing.deadline_s is not None:  # at the end of the process
             asyncio.get_running_loop().call_later(closing.deadline_s, self._stopping.cancel)
         await asyncio.shield(self._closing)
 
     async def _close(self, closing: Closing) -> None:
         await self.begin_stopping(closing)
         session = self.session
-        if session is None:  # nothing was begun: it may be opened once more
+        if session is None:  # nothing has begun, so the capture may be opened again
             self._claim.free()
             self.state = "new"
             return
@@ -124,9 +122,9 @@ class CaptureWork:
                 waiting = stage(session, closing)
                 if waiting is not None:
                     await waiting
-            except BaseException as error:  # SystemExit of a user's function too: the thread is ours
+            except BaseException as error:  # SystemExit too, because this is a thread of stepscope
                 trouble = trouble or _noted(error)
-        self._claim.free()  # if `_release` failed before it did this
+        self._claim.free()  # again, in case `_release` failed earlier
         self.state = "closed"
         if trouble is not None:
             raise trouble
@@ -143,21 +141,21 @@ class CaptureWork:
         session.close(ending=closing.ending, discard=closing.discard)
 
     async def _await_others(self, session: Session, closing: Closing) -> None:
-        """Wait until the workers and engines have stopped, or their time is over."""
+        """Wait until the workers and engines have stopped, or their deadline is over."""
         if self._stopping is not None:
             session.manifest_part.write()
             await asyncio.wait({self._stopping})
 
     def _conclude(self, session: Session, closing: Closing) -> None:
-        """Write the current manifest, and act on it. When later files arrive, it is folded again."""
-        session.write_cost()  # before the chores, which read it; what the exporter does follows the close
+        """Write the manifest, and log its problems. It is written again when later files arrive."""
+        session.write_cost()  # before the programs after the capture, which read it
         if closing.discard is None:
             self._manifest = conclusion.conclude(self._asked, session, self._participants)
         else:
             conclusion.discard(self._asked, session, closing.discard)
 
     def _release(self, session: Session, closing: Closing) -> None:
-        """Free the process for the next capture, and queue the work after this one."""
+        """Free the process for the next capture, and queue the work after this capture."""
         self._claim.free()
         pipeline.fold_when_written(session)
         if self._manifest is not None and self._files is not None:
@@ -166,7 +164,7 @@ class CaptureWork:
 
 
 def _make_session(asked: Asked, participants: Participants | None, began_ns: int) -> Session:
-    """Return the session of this process, joined with the sessions of the other participants."""
+    """Return the session of this process, with the participants of the capture."""
     session = Session(
         config=asked.config,
         step=asked.step,
@@ -189,7 +187,9 @@ def _make_session(asked: Asked, participants: Participants | None, began_ns: int
 
 
 def _noted(error: BaseException) -> BaseException | None:
-    """Record an error of closing. Return the error if a test wants it to be raised, else None."""
+    """Record an error of the closing. Return the error if errors should be raised (STEPSCOPE_RAISE, in
+    tests).
+    """
     try:
         failures.note("closing a capture", error)
     except BaseException as raised:

@@ -1,1 +1,1 @@
-"""Counters of a process and its host, sampled by a thread on the clock of the spans."""
+"""Counters of a process and its host, which a thread samples."""

@@ -1,9 +1,10 @@
-"""All sources of a process, by the names that the reasons for their absence use.
+"""The list of all counters.
 
-To add a counter here: write a `CounterSource` in `load`, `devices` or a module of its own, and a function
-that returns it, in a list, or raises `AbsentError` with the reason; add that function to `openers`, for a
-counter of the whole host through `host.only`; put the counter into the table of docs/counters.md. The report
-shows every counter that it finds: only one by which it also judges has a name in `stepscope.files.counters`.
+To add a counter here: (1) Write a `CounterSource` in `load`, `devices` or a new module, and an opener: a
+function that returns it in a list, or raises `AbsentError` with the reason. (2) Add the opener to `openers`,
+through `host.only` if the counter is for the whole host. (3) Add the counter to the table in
+docs/counters.md. The report shows all counters. A counter needs a name in `stepscope.files.counters` only if
+the report draws conclusions from it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
 
 
 def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opener]:
-    """Return the openers of a process' sources, in the order of a report.
+    """Return {name: opener} of a process' counters, in the order of the report. If an opener raises, the
+    manifest gives the reason under this name.
 
     Args:
-        log: The log of its spans, whose event loops are watched.
-        step_folder: Folder of the capture's step: one process of each host samples the host for it.
-        owner: Whether the process opened the capture. It looks at the cluster as well.
+        log: The log of the process' spans, whose event loops are watched.
+        step_folder: Folder of the step. One process of each host samples the host for this folder.
+        owner: True if the process opened the capture. The owner samples the Ray cluster too.
     """
     host = _Host(step_folder)
     sources: dict[str, Opener] = {
@@ -61,23 +63,23 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
 
 @cache
 def _installed() -> tuple[EntryPoint, ...]:
-    """Return the entry points of other packages, by name."""
-    from importlib.metadata import entry_points  # import time: 15 ms
+    """Return the entry points of other packages, sorted by name."""
+    from importlib.metadata import entry_points  # imported here: 15 ms
 
     return tuple(sorted(entry_points(group="stepscope.counters"), key=lambda point: point.name))
 
 
 def _ascend_npus() -> Iterable[CounterSource]:
-    """Return the counters of this host's NPUs; nothing in a process that has not loaded torch_npu."""
+    """Return the counters of this host's NPUs, or nothing if the process has not imported torch_npu."""
     if "torch_npu" not in sys.modules:
         return ()
-    from stepscope._recording.counters.dcmi import ascend_npus  # import time: ctypes
+    from stepscope._recording.counters.dcmi import ascend_npus  # imported here: ctypes
 
     return ascend_npus()
 
 
 class _Host:
-    """The right to sample the host, asked for when the sources are opened."""
+    """Openers of counters for the host, which return counters only in one process of the host."""
 
     def __init__(self, step_folder: str) -> None:
         self._step_folder = step_folder
@@ -87,12 +89,12 @@ class _Host:
         return HostClaim(self._step_folder)
 
     def only(self, opener: Opener) -> Opener:
-        """Return `opener` if this process has the right to sample the host, else one without sources."""
+        """Return an opener that calls `opener` only if this process may sample the host."""
         return lambda: opener() if self.claim.taken else ()
 
     def installed(self, point: EntryPoint) -> Iterable[CounterSource]:
-        """Return the sources of another package. Sources of the host are left out unless this process has the
-        right.
+        """Return the counters of another package, without counters of the host if this process may not sample
+        it.
         """
         try:
             sources: Iterable[CounterSource] = point.load()()
@@ -106,7 +108,7 @@ _ALLOWED = {"kind": get_args(CounterKind), "scope": get_args(CounterScope)}
 
 
 def _checked(source: CounterSource) -> CounterSource:
-    """Return the counter of another package after a check of its fields. Raise AbsentError if a field is
+    """Check the fields of a counter of another package, and return it. Raise `AbsentError` if a field is
     wrong.
     """
     named = f"{type(source).__module__}.{type(source).__qualname__}"

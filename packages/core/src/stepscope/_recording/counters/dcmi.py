@@ -1,7 +1,7 @@
-"""Ascend NPUs of the host, by DCMI: the library below `npu-smi`, which comes with the driver.
+"""Counters of Ascend NPUs, from DCMI, the library of the driver that `npu-smi` uses.
 
-Functions, structures and units are those of Huawei's DCMI API Reference and `dcmi_interface_api.h`. Never run
-on hardware: a test compiles a library with the same functions.
+Huawei's DCMI API Reference and `dcmi_interface_api.h` define the functions, structures and units. This has
+not run on hardware yet; a test compiles a library with the same functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stepscope.errors import ours
 from stepscope.files.counters import NPU
 
 LIBRARIES = ("libdcmi.so", "/usr/local/dcmi/libdcmi.so")
-"""The names of the library: found on the loader's path, then where the driver's package puts it."""
+"""The library on the loader's path, then the place where the driver's package installs it."""
 _MOST_CARDS = 64
 _AI_CORE = 2
 """DCMI_UTILIZATION_RATE_AICORE."""
@@ -25,7 +25,7 @@ _AI_CORE_CLOCK = 7
 """DCMI_FREQ_AICORE_CURRENT_."""
 _MB = 1 << 20
 Chip: TypeAlias = tuple[int, int]
-"""(number of a card, number of a device on the card)."""
+"""(number of the card, number of the device on the card)."""
 
 
 class _Hbm(ctypes.Structure):
@@ -45,14 +45,14 @@ class DcmiError(Exception):
 
 
 class _Dcmi:
-    """The DCMI functions that are used."""
+    """Calls of DCMI functions."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._call("dcmi_init")
 
     def chips(self) -> dict[str, Chip]:
-        """Return every chip, numbered as `npu-smi` numbers them."""
+        """Return {name: chip} of every chip, with the numbers that `npu-smi` shows."""
         count, cards = ctypes.c_int(), (ctypes.c_int * _MOST_CARDS)()
         self._call("dcmi_get_card_list", ctypes.byref(count), cards, _MOST_CARDS)
         chips = []
@@ -92,7 +92,7 @@ class _Dcmi:
 
 
 def _library() -> ctypes.CDLL:
-    """Load the library. Raise OSError if it is in none of the places in `LIBRARIES`."""
+    """Load the first library of `LIBRARIES` that exists. Raise `OSError` if there is none."""
     first, second = LIBRARIES
     try:
         return ctypes.CDLL(first)
@@ -104,7 +104,7 @@ def ascend_npus() -> Iterator[CounterSource]:
     """Yield the counters of this host's NPUs.
 
     Raises:
-        AbsentError: the library is not there, or refuses.
+        AbsentError: the library cannot be loaded, or a call fails.
     """
     try:
         dcmi = _Dcmi(_library())

@@ -1,9 +1,9 @@
-"""Counters of the host's devices, each a query of a vendor's library. NPUs are read in `dcmi`.
+"""Counters of the host's devices, and the counters of NVIDIA GPUs. `dcmi` has those of NPUs.
 
-NVIDIA GPUs are read by NVML (the package nvidia-ml-py, whose module is `pynvml`). NVML makes no CUDA context.
-It sees every GPU of the host or container, whatever CUDA_VISIBLE_DEVICES says, by the numbers that
-`nvidia-smi` shows. Never run on hardware: tests use the functions and constants of the package with
-values of their own.
+GPUs are queried through NVML (the package nvidia-ml-py, whose module is `pynvml`), which does not create a
+CUDA context. It lists every GPU of the host or container, with the numbers that `nvidia-smi` shows, and
+ignores CUDA_VISIBLE_DEVICES. This has not run on hardware yet; tests use the package's functions and
+constants with made-up values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Handle = TypeVar("Handle")
 
 
 class DeviceCounter(CounterSource, Generic[Handle]):
-    """A counter that puts one query to every device. A device that refuses the query is not asked again."""
+    """A counter that queries every device. A device whose query fails is not queried again."""
 
     scope: CounterScope = "host"
 
@@ -38,8 +38,7 @@ class DeviceCounter(CounterSource, Generic[Handle]):
         kind: CounterKind = "level",
     ) -> None:
         """Args:
-        devices: The devices by name.
-        error: Exception type that the query raises if a device refuses it.
+        devices: {name: handle of the device}. error: Type of the exception if a query fails.
         """
         self.name = name
         self.unit = unit
@@ -64,24 +63,26 @@ MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'
 
 
 class _Utilisation(DeviceCounter[Any]):
-    """The utilisation of GPUs, which is the first counter. Closing it shuts NVML down for all counters."""
+    """The utilisation of GPUs, which is the first of the GPU counters. Its `close` shuts NVML down for all of
+    them.
+    """
 
     def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
         self._nvml, self._pid = nvml, os.getpid()
-        # NVML's own figure is an average over the last 1/6 to 1 s.
+        # NVML returns an average over the last 1/6 to 1 s.
         super().__init__(
             GPU, "%", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, handles,
             error=nvml.NVMLError, interval_s=0.2, kind="interval",
         )  # fmt: skip
 
     def close(self) -> None:
-        if os.getpid() == self._pid:  # NVML does not outlive a fork
+        if os.getpid() == self._pid:  # NVML does not work in a forked child
             with suppress(self._error):
                 self._nvml.nvmlShutdown()
 
 
 def nvidia_gpus() -> Iterator[CounterSource]:
-    """Yield the counters of this host's GPUs. Yields nothing if NVIDIA's driver is not loaded.
+    """Yield the counters of this host's GPUs, or nothing if NVIDIA's driver is not loaded.
 
     Raises:
         AbsentError: the package is not installed, or NVML cannot be used.
@@ -120,9 +121,9 @@ def _counters(nvml: Any, handles: Mapping[str, Any]) -> Iterator[CounterSource]:
 
 
 def _throttle_query(nvml: Any) -> Callable[[Any], float]:
-    """Return a query that gives 1 while the GPU is slowed by heat, power, or the board's brake, else 0.
+    """Return a query whose result is 1 while heat, power or the board's brake slows the GPU, else 0.
 
-    NVIDIA renamed the function and its bits from "throttle reasons" to "event reasons" in driver 535.
+    In driver 535, NVIDIA renamed "throttle reasons" to "event reasons".
     """
     slow = (
         nvml.nvmlClocksThrottleReasonSwPowerCap

@@ -1,11 +1,10 @@
-"""Lateness of the event loops that spans run on.
+"""Lateness of event loops in which spans run.
 
-The sampler's thread gives each loop a callback, and looks how long the loop takes to run it. A loop that is
-blocked does not: the time since then counts, so that a hang is seen while it lasts. If the block began before
-the callback was given, only the time since then counts: the value is too small by at most one tick of the
-sampler.
+The sampling thread schedules a callback on each loop, and measures how late the loop runs it. While a loop is
+blocked, the time since the scheduling counts, so that a hang is visible while it lasts. If the block began
+before the scheduling, the value is too small, by at most one tick of the sampler.
 
-While a loop is blocked, the running task tells the call that blocks it, and its line.
+While a loop is blocked, its running task shows which call blocks it, and at which line.
 """
 
 from __future__ import annotations
@@ -36,17 +35,16 @@ if TYPE_CHECKING:
     from stepscope.files.values import AttrValue
 
 LOOKS = 8
-"""Number of spans after each tick that are asked for their event loop. The other spans cost nothing more."""
+"""Number of spans after each tick whose event loop is looked up. Other spans have no extra cost."""
 MOST_LOOPS = 16
 _MOST_PLACES = 32
-"""Largest number of places in which blocks of a loop are counted."""
+"""Largest number of places of a loop that are told apart."""
 
 
 class LoopFinder(SpanObserver):
-    """Observer of the next few spans of a log, which finds the loops that they run on.
+    """Observer of the next few spans of a log, which finds their event loops.
 
-    It replaces the log's observer (a profiler's windows), passes spans on to it, and removes itself after a
-    few spans.
+    While it is active, it replaces the log's own observer (a profiler's windows) and passes spans on to it.
     """
 
     def __init__(self, log: SpanMaker, seen: Callable[[AbstractEventLoop], None]) -> None:
@@ -56,14 +54,14 @@ class LoopFinder(SpanObserver):
         self._left = 0
 
     def look(self) -> None:
-        """Ask the next `LOOKS` spans for their event loop."""
+        """Look up the event loop of the next `LOOKS` spans."""
         if self._log.observer is not self:
             self._behind = self._log.observer
             self._left = LOOKS
             self._log.observer = self
 
     def leave(self) -> None:
-        """Stop asking spans for their event loop."""
+        """Stop looking up event loops."""
         if self._log.observer is self:
             self._log.observer = self._behind
 
@@ -75,7 +73,7 @@ class LoopFinder(SpanObserver):
         attrs: Mapping[str, AttrValue] | None,
         **place: Unpack[Placing],
     ) -> Span:
-        """As `SpanMaker.new`."""
+        """See `SpanMaker.new`."""
         self._ask()
         if self._behind is not None:
             return self._behind.new(log, stage, role, attrs, **place)
@@ -84,7 +82,7 @@ class LoopFinder(SpanObserver):
     def begin(
         self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
     ) -> Span:
-        """As `SpanMaker.begin`."""
+        """See `SpanMaker.begin`."""
         self._ask()
         if self._behind is not None:
             return self._behind.begin(log, declared, attrs, first)
@@ -100,20 +98,20 @@ class LoopFinder(SpanObserver):
 
 
 class _Watched:
-    """One event loop, and the callback that was given to it."""
+    """One event loop, and its latest callback."""
 
     def __init__(self, loop: AbstractEventLoop, name: str) -> None:
         self.loop = ref(loop)
         self.name = name
         self._number = 0
-        """Number of the latest callback. Answers to earlier callbacks do not count."""
+        """Number of the latest callback. Earlier callbacks are ignored when they run."""
         self._sent_ns: int | None = None
         self._latest_ns = 0
         self._places = set[str]()
 
     def place(self) -> str | None:
-        """Return the innermost span of the task that blocks the loop, and its line: `env tool, tools.py:33`.
-        None if the loop is not blocked, or a callback outside of tasks and spans blocks it.
+        """Return the innermost span and the line of the task that blocks the loop: `env tool, tools.py:33`.
+        Return None if the loop is not blocked, or if no task with a span blocks it.
         """
         loop, sent_ns = self.loop(), self._sent_ns
         if loop is None or sent_ns is None or time.monotonic_ns() - sent_ns < BLOCKED_NS:
@@ -130,10 +128,10 @@ class _Watched:
         return place if place in self._places else None
 
     def late_ns(self) -> int | None:
-        """Return how late the loop was since the last call, or None if it does not run."""
+        """Return the largest lateness of the loop since the last call, or None if the loop is not running."""
         loop = self.loop()
         if loop is None or not loop.is_running():
-            self._sent_ns = None  # whatever it answers when it runs again
+            self._sent_ns = None  # ignore the callback if the loop runs again
             self._number += 1
             return None
         sent_ns = self._sent_ns
@@ -148,11 +146,11 @@ class _Watched:
         self._sent_ns = time.monotonic_ns()
         try:
             loop.call_soon_threadsafe(self._answer, self._number)
-        except ours(RuntimeError):  # closed meanwhile
+        except ours(RuntimeError):  # the loop was closed meanwhile
             self._sent_ns = None
 
     def _answer(self, number: int) -> None:
-        """Record that the loop ran callback `number`. Called on the loop."""
+        """Record that callback `number` runs. Called on the loop."""
         sent_ns = self._sent_ns
         if number == self._number and sent_ns is not None:
             self._latest_ns = max(self._latest_ns, time.monotonic_ns() - sent_ns)
@@ -160,8 +158,8 @@ class _Watched:
 
 
 class EventLoops(CounterSource):
-    """Longest time for which each loop was late, by the name of its thread. While a call blocks a loop, also
-    by the thread and that call: `MainThread in env tool, tools.py:33`.
+    """Largest lateness of each event loop, by the name of its thread. While a call blocks a loop, also by
+    thread and call: `MainThread in env tool, tools.py:33`.
     """
 
     name = EVENT_LOOP
@@ -171,7 +169,7 @@ class EventLoops(CounterSource):
     def __init__(self, log: SpanMaker) -> None:
         self._finder = LoopFinder(log, self._see)
         self._watched: dict[int, _Watched] = {}
-        """{id of a loop: its watch}. Writers: spans that the finder asks, and `sample`."""
+        """{id of a loop: its record}. Writers: `_see` (in the recorded code) and `sample`."""
         self._finder.look()
 
     def sample(self) -> Mapping[str, float]:
@@ -192,8 +190,8 @@ class EventLoops(CounterSource):
         self._finder.leave()
 
     def _see(self, loop: AbstractEventLoop) -> None:
-        """Watch a loop from now on. Called in the recorded code, below a span, so it raises nothing."""
+        """Watch a loop from now on. Called in the recorded code, so it must not raise."""
         if id(loop) in self._watched or len(self._watched) >= MOST_LOOPS:
             return
-        with suppress(TypeError):  # a loop of another library that takes no weak reference
+        with suppress(TypeError):  # a loop of another library may not support weak references
             self._watched[id(loop)] = _Watched(loop, threading.current_thread().name)

@@ -1,7 +1,7 @@
-"""Load of this process and of its host. One process of a host samples the host.
+"""Counters of this process and its host. One process of each host samples the host.
 
-CPU, memory, open files and waits come from the standard library and /proc, pauses from Python's garbage
-collector, bytes of memory from torch's caching allocators. Nothing here imports torch.
+CPU, memory, open files and waits are read from the standard library and /proc, pauses from Python's garbage
+collector, and bytes from torch's caching allocators. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from stepscope.files.counters import (
 )
 
 _MOST_THREADS = 200
-"""Largest number of threads whose waits for a core one sampler tells: a program may start one for each
+"""Largest number of threads that one `ThreadCoreWait` samples, because a program may start a thread for each
 call."""
 
 
 class ProcessCpu(CounterSource):
-    """CPU time of all threads, in percent of one core."""
+    """CPU time of all threads of the process, in percent of one core."""
 
     name = PROCESS_CPU
     unit = "%"
@@ -58,7 +58,7 @@ class ProcessCpu(CounterSource):
 
 
 class ProcessMemory(CounterSource):
-    """Resident memory."""
+    """Resident memory of the process."""
 
     name = "process memory"
     unit = "B"
@@ -73,22 +73,23 @@ class ProcessMemory(CounterSource):
 
 
 class OpenFiles(CounterSource):
-    """Open file descriptors."""
+    """Number of open file descriptors."""
 
     name = "open files"
     unit = ""
-    interval_s = 1.0  # the kernel lists them all: 1 ms of CPU for 3,000
+    interval_s = 1.0  # listing 3,000 descriptors takes 1 ms of CPU
 
     def sample(self) -> Mapping[str, float]:
-        # One of them is the listing itself.
+        # The listing itself has one descriptor open.
         return {"": float(len(os.listdir("/proc/self/fd")) - 1)}
 
 
 class ThreadCoreWait(CounterSource):
-    """Time in which each thread with spans, except the main thread, had work and no core, by its native id.
+    """Time in which a thread could run but waited for a core, for each thread with spans except the main
+    thread.
 
-    It is in percent of the time since the previous sample (`schedstat` of the kernel's docs). The first
-    sample of a thread is 0. A read of an open file takes 1 us, and opening it 8 us.
+    The value is in percent of the time since the previous sample, from the kernel's `schedstat`. The first
+    sample of a thread is 0. Files stay open, because a read takes 1 us and opening takes 8 us.
     """
 
     name = THREAD_CORE_WAIT
@@ -97,9 +98,9 @@ class ThreadCoreWait(CounterSource):
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
-        """{thread that has not ended: descriptor of its file}."""
+        """{native id of a thread that has not ended: file descriptor}."""
         self._last: dict[int, tuple[int, int]] = {}
-        """{thread, which may have ended: (time, its waits until then)}, in ns."""
+        """{native id of a thread: (time of the last sample, its total wait until then)}, in ns."""
 
     def sample(self) -> Mapping[str, float]:
         found, main = {}, os.getpid()
@@ -114,8 +115,8 @@ class ThreadCoreWait(CounterSource):
         return found
 
     def _percent(self, thread: int) -> float | None:
-        """Return the waits of a thread in percent of the time since the last call for it; 0 at the first
-        call, and None if the thread has ended.
+        """Return the waits of a thread in percent of the time since the last call, 0 at the first call, or
+        None if the thread has ended.
         """
         is_new = thread not in self._files
         try:
@@ -139,7 +140,7 @@ class ThreadCoreWait(CounterSource):
 
 
 class CoreWait(ThreadCoreWait):
-    """Time in which the main thread had work and no core, as `ThreadCoreWait` tells it of others."""
+    """Time in which the main thread could run but waited for a core, in percent."""
 
     name = CORE_WAIT
 
@@ -149,7 +150,9 @@ class CoreWait(ThreadCoreWait):
 
 
 class DiskSleep(CounterSource):
-    """100 if the main thread waits for a disk or a shared folder (state D of proc(5)), else 0."""
+    """100 if the main thread is in disk sleep (state D in proc(5)), for example for a shared folder; else
+    0.
+    """
 
     name = DISK_SLEEP
     unit = "%"
@@ -165,7 +168,7 @@ class DiskSleep(CounterSource):
 
 
 def process_load() -> Iterator[CounterSource]:
-    """Yield the sources that this operating system supports."""
+    """Yield the counters of the process that this operating system supports."""
     yield ProcessCpu()
     if os.path.exists("/proc/self/statm"):
         yield ProcessMemory()
@@ -177,11 +180,11 @@ def process_load() -> Iterator[CounterSource]:
 
 
 class GarbageShare(CounterSource):
-    """Time in the collector, in percent of the time since the previous sample. It knows the lengths of the
-    collector's runs by `gc.callbacks`. No lock: a run may begin at any allocation.
+    """Time in the garbage collector, in percent of the time since the previous sample. `gc.callbacks` report
+    when each run begins and ends. No lock is used, because a run may begin at any allocation.
 
-    The callback is a chain of C functions. In a callback of Python code, an exception that a signal's handler
-    raises would be printed as ignored, and never reach the code that the signal was meant for.
+    The callback consists of C functions only. If it had Python code, an exception of a signal handler could
+    be raised within it, where Python prints and ignores exceptions, so that the user's code would not get it.
     """
 
     name = GC
@@ -190,17 +193,17 @@ class GarbageShare(CounterSource):
 
     def __init__(self) -> None:
         self.longest_ns = 0
-        """Longest run of the collector in ns since `LongestPause` was sampled."""
+        """Longest run of the collector since the last sample of `LongestPause`, in ns."""
         self._at_ns, self._paused_ns = time.monotonic_ns(), 0
         self._times: dict[int, int] = {}
-        """{number: monotonic ns}: two at the start of a run and two at its end, one for each argument."""
+        """{number: monotonic ns}. Each run has four entries: two for its start and two for its end."""
         self._read = 0
         times = map(self._times.setdefault, count(), iter(time.monotonic_ns, None))
-        self._called = partial(max, key=partial(next, times))  # max(phase, info) asks for two times
+        self._called = partial(max, key=partial(next, times))  # max(phase, info) calls the key twice
         gc.callbacks.append(self._called)
 
     def read(self) -> None:
-        """Add the collector's runs that have ended since the last call."""
+        """Add the runs that have ended since the last call."""
         while self._read + 3 in self._times:
             began_ns, _, ended_ns, _ = map(self._times.pop, range(self._read, self._read + 4))
             self._read += 4
@@ -219,7 +222,7 @@ class GarbageShare(CounterSource):
 
 
 class LongestPause(CounterSource):
-    """Longest run of the collector since the previous sample."""
+    """Longest run of the garbage collector since the previous sample."""
 
     name = "longest pause of the garbage collector"
     unit = "ms"
@@ -242,10 +245,10 @@ def garbage() -> Iterator[CounterSource]:
 
 
 class AllocatorBytes(CounterSource):
-    """One figure of `memory_stats` for each device on which this process holds memory."""
+    """One figure of torch's `memory_stats` for each device on which this process has reserved memory."""
 
     unit = "B"
-    interval_s = 1.0  # torch makes a dict of 100 figures for it: 0.2 ms
+    interval_s = 1.0  # torch returns a dict of 100 figures, which takes 0.2 ms
 
     def __init__(self, name: str, figure: str) -> None:
         self.name = name
@@ -261,19 +264,19 @@ class AllocatorBytes(CounterSource):
 
 
 def allocators() -> Iterator[CounterSource]:
-    """Yield the sources: the tensors' bytes, and what the allocators hold for them."""
+    """Yield counters of the bytes in tensors, and of the bytes that torch's allocators have reserved."""
     yield AllocatorBytes("torch allocated", "allocated_bytes.all.current")
     yield AllocatorBytes(TORCH_RESERVED, "reserved_bytes.all.current")
 
 
 class HostCpu(CounterSource):
-    """Busy time of all cores of the host, in percent of all of them (proc_stat(5))."""
+    """Busy time of the host's cores, in percent of all cores (proc_stat(5))."""
 
     name = HOST_CPU
     unit = "%"
     kind: CounterKind = "interval"
     scope: CounterScope = "host"
-    interval_s = 0.5  # on a host with hundreds of cores the kernel takes 1 ms to write the file
+    interval_s = 0.5  # with hundreds of cores, reading the file takes 1 ms
 
     def __init__(self, claim: HostClaim) -> None:
         self._claim = claim
@@ -290,17 +293,17 @@ class HostCpu(CounterSource):
 
 
 def _ticks() -> tuple[int, int]:
-    """Return the busy time and the whole time of all cores since the host booted, in clock ticks."""
+    """Return the busy time and the total time of all cores since boot, in clock ticks."""
     with open("/proc/stat", "rb") as file:
         user, nice, system, idle, iowait, *rest = map(int, file.readline().split()[1:])
-    busy = user + nice + system + sum(rest[:3])  # irq, softirq, steal; guests are part of user
+    busy = user + nice + system + sum(rest[:3])  # irq, softirq, steal; user includes guest
     return busy, busy + idle + iowait
 
 
 class MemoryPressure(CounterSource):
-    """Time in which every program of the host that had work stood still for want of memory, in percent.
+    """Time in which all non-idle programs of the host were stalled because memory was short, in percent.
 
-    This is `full` of the kernel's PSI: `some` may be of a program that is none of the run's.
+    This is `full` of the kernel's PSI. `some` would also count a single program outside of the run.
     """
 
     name = MEMORY_PRESSURE
@@ -326,38 +329,38 @@ class MemoryPressure(CounterSource):
 
 
 def host_load(claim: HostClaim) -> Iterator[CounterSource]:
-    """Yield the sources if this process has the right to sample the host, and give the right back at the
-    end.
-    """
+    """Yield the counters of the host, if this process may sample the host. Their `close` frees the claim."""
     if claim.taken:
         yield HostCpu(claim)
         try:
             pressure = MemoryPressure()
-        except ours(OSError, ValueError):  # the kernel was built without it
+        except ours(OSError, ValueError):  # the kernel was built without PSI
             return
         yield pressure
 
 
 class HostClaim:
-    """The right to sample the counters of the host. The first process that asks for it in a step gets it.
+    """A claim on sampling the host. The first process of a step that makes it may sample.
 
-    It is the name of a socket, which the kernel frees when its process closes it or ends. Nothing is sent.
+    The claim is the name of a socket, which the kernel frees when the process closes the socket or ends.
+    Nothing is sent.
     """
 
     def __init__(self, step_folder: str) -> None:
         name = f"\0stepscope-counters-{os.getuid()}-{crc32(step_folder.encode()):08x}"
         self.taken = True
-        """True if this process has the right to sample the host."""
+        """True if this process may sample the host."""
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(name)
         except ours(OSError) as error:
-            # Where such names are not allowed, every process samples the host: that costs more, and is right.
+            # If such sockets are not allowed, every process samples the host, which costs more but is
+            # correct.
             self.taken = error.errno != errno.EADDRINUSE
             self.free()
 
     def free(self) -> None:
-        """Give the right to sample the host back. Idempotent."""
+        """Free the claim. Idempotent."""
         held, self._socket = self._socket, None
         if held is not None:
             with suppress(OSError):
@@ -365,16 +368,15 @@ class HostClaim:
 
 
 _STORE = "object_store_memory"
-"""Ray's name of the resource "memory of the object store". Ray updates the available amount about once a
-second."""
+"""Ray's name for the memory of its object store. Ray updates the available amount about once a second."""
 
 
 class ObjectStore(CounterSource):
-    """Bytes that objects occupy in the shared memory of all nodes."""
+    """Bytes of Ray objects in the shared memory of all nodes."""
 
     name = "Ray object store"
     unit = "B"
-    interval_s = 2.0  # two calls to the cluster's head
+    interval_s = 2.0  # each sample makes two calls to the head node
 
     def sample(self) -> Mapping[str, float]:
         ray = identity.connected()
@@ -387,7 +389,5 @@ class ObjectStore(CounterSource):
 
 
 def ray_store() -> Iterator[CounterSource]:
-    """Yield the counter of Ray's object store. It has no values in a process that is not connected to a
-    cluster.
-    """
+    """Yield the counter of Ray's object store, which has no values if the process is not connected to Ray."""
     yield ObjectStore()
