@@ -1,6 +1,7 @@
-"""A real asynchronous step: trajectories on engines that batch, tools in a pool, rewards, and a training.
+"""An asynchronous training step: trajectories on batching engines, tools in a pool, rewards, and an update.
 
-Only the work is simulated, by sleeps. Every iteration of an engine takes longer, the more requests it serves.
+The concurrency is real, and sleeps stand for the work. An iteration of an engine takes longer with more
+requests.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from itertools import islice
 from stepscope import span, trajectory, turn
 
 ITERATION_S, REQUEST_S = 0.004, 0.0006
-"""An iteration takes the first, and the second for each of its requests."""
+"""An iteration takes ITERATION_S, and REQUEST_S for each of its requests."""
 SLOTS = 12
-"""Requests of an iteration, at most."""
+"""The largest number of requests in an iteration."""
 TOOL_S, REWARD_S, TRAIN_S, WEIGHTS_S = 0.08, 0.02, 0.8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The step, and each change that it can have."""
+    """Settings of a step. The defaults are the step without a change."""
 
     replicas: int = 2
     balance: bool = False
     wait_for: float = 1.0
-    """Part of the trajectories that the training waits for."""
+    """Share of the trajectories that the training waits for."""
     tool_pool: int = 2
     staleness: bool = False
     overlap_reward: bool = False
@@ -44,7 +45,7 @@ class Plan:
 
 
 def plans(count: int, seed: int) -> list[Plan]:
-    """Return trajectories of two to four turns with a long tail of lengths. Even ones are longer."""
+    """Return trajectories of two to four turns with a long tail of lengths. Even numbers are longer."""
     draw = random.Random(seed)
     made = []
     for number in range(count):
@@ -56,7 +57,7 @@ def plans(count: int, seed: int) -> list[Plan]:
 
 
 class Engine:
-    """One replica: all of its requests get a token in each iteration; the others wait for a slot."""
+    """One replica. Each running request gets a token in each iteration. Others wait for a slot."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, asyncio.Event]] = deque()
@@ -77,7 +78,7 @@ class Engine:
             while self._waiting and len(running) < SLOTS:
                 running.append(self._waiting.popleft())
             ends_s += ITERATION_S + REQUEST_S * len(running)
-            await asyncio.sleep(ends_s - clock())  # a late iteration does not make the next ones late
+            await asyncio.sleep(ends_s - clock())  # a late iteration does not delay the next
             for left, done in running:
                 if left == 1:
                     done.set()
@@ -85,7 +86,7 @@ class Engine:
 
 
 class Step:
-    """One step of the loop, as `setting` has it."""
+    """One step of the loop with the given settings."""
 
     def __init__(self, setting: Setting, planned: Sequence[Plan]) -> None:
         self._setting, self._plans = setting, planned
@@ -95,7 +96,7 @@ class Step:
         self._replica_of = self._balanced() if setting.balance else self._in_turn()
 
     async def run(self) -> None:
-        """Roll out, score, train, and send the weights."""
+        """Run the rollout, the rewards, the training and the weight sync."""
         if self._setting.staleness:
             await asyncio.gather(self._rollout(), asyncio.sleep(TRAIN_S + self._scoring_s()))
         else:
@@ -140,7 +141,7 @@ class Step:
         return [plan.number % len(self._engines) for plan in self._plans]
 
     def _balanced(self) -> list[int]:
-        """Deal the longest first, each to the engine with the fewest tokens."""
+        """Assign the longest trajectories first, each to the engine with the fewest tokens."""
         loads, dealt = [0] * len(self._engines), [0] * len(self._plans)
         for plan in sorted(self._plans, key=lambda plan: -sum(plan.tokens)):
             dealt[plan.number] = min(range(len(loads)), key=loads.__getitem__)

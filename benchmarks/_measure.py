@@ -1,4 +1,4 @@
-"""Interleaved measurement: every contender in every round, in turning order, medians and ratios printed."""
+"""Interleaved measurement: each round runs all contenders in rotating order, and tables show medians."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 Measured = dict[str, list[float]]
 HAND, CAPTURE, OFF, ALONE = "by hand", "capture", "capture, step not selected", "no profiler"
-"""The contenders around a generation of an engine."""
+"""Names of the contenders of a benchmark with an engine."""
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
-    """Parse `--quick`, which does a tenth of the work and gives rough numbers."""
+    """Parse the command line of a benchmark whose only option is `--quick`."""
     return parser(doc).parse_args()
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for a benchmark with options of its own."""
+    """Return a parser with `--quick`, to which a benchmark can add options."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="a tenth of the work: rough numbers")
     return made
@@ -32,10 +32,10 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def interleaved(
     contenders: Mapping[str, Callable[[], float]], rounds: int, *, collector: bool = False
 ) -> Measured:
-    """Return the results of each contender by round. The order of contenders turns.
+    """Return the results of each contender by round. Each round starts with the next contender.
 
     Args:
-        collector: Whether the garbage collector runs as in the user's program. It adds noise.
+        collector: True if the garbage collector stays on, as in a user's program. It adds noise.
     """
     names = list(contenders)
     results: Measured = {name: [] for name in names}
@@ -54,12 +54,12 @@ def interleaved(
 
 
 def median_over(results: Measured, name: str, bare: str) -> float:
-    """Median of the differences within each round: what slows a whole round down cancels."""
+    """Return the median of the differences within each round, in which a slow round cancels out."""
     return statistics.median(a - b for a, b in zip(results[name], results[bare], strict=True))
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the ratio of the medians, and the interval that holds 95 % of those of 2,000 resamples."""
+    """Return (the ratio of the medians, the 95 % interval of this ratio by 2,000 resamples)."""
     draw = random.Random(0).choices
     resampled = sorted(
         statistics.median(draw(ours, k=len(ours))) / statistics.median(draw(theirs, k=len(theirs)))
@@ -71,8 +71,12 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 def captures_of_an_engine(
     results: Measured, generating: Mapping[str, list[float]], cpu: Mapping[str, float]
 ) -> None:
-    """The goals that a capture of an engine is held to: ms of start and stop by round, of each generation,
-    and of CPU, by contender.
+    """Print whether a capture of an engine meets its goals.
+
+    Args:
+        results: {contender: ms of start and stop, by round}.
+        generating: {contender: ms of each generation}.
+        cpu: {contender: ms of CPU of a start and stop}.
     """
     hand, off = statistics.median(results[HAND]), median_over(results, OFF, ALONE)
     ratio = statistics.median(
@@ -81,7 +85,7 @@ def captures_of_an_engine(
     verdict("start and stop of a capture against by hand", ratio, 1.01, "x")
     beyond = 100 * (cpu[CAPTURE] - cpu[HAND]) / hand
     verdict("CPU of a capture beyond by hand, of a start and stop by hand", beyond, 1, " %")
-    # Over a `with` that does nothing: behind a generation Python's first lines alone cost much.
+    # Compared with an empty `with`: after a generation, even the first lines of Python are slow.
     took = statistics.median(generating[ALONE][1:])
     verdict("a step that is not selected, of its generation", 100 * off / took, 0.1, " %")
 

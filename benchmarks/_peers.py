@@ -1,7 +1,7 @@
-"""Peers' decorators, from their installed wheels. A peer that cannot be loaded is reported, never imitated.
+"""Decorators of other profilers (the peers), from their installed wheels. Absent peers are left out.
 
-verl's and AReaL's packages import whole training stacks in their `__init__`. Here they are entered without
-running those: the profilers' modules, and what these import themselves, are the wheels' own code.
+The `__init__` modules of verl and AReaL import whole training stacks. They are not run here. The profilers'
+modules, and all that these import, are the wheels' own code.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Decorator: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
 class Peer:
     decorate: Decorator
     attributes: dict[str, object] = field(default_factory=dict)
-    """Attributes that the decorator needs on the object whose method it wraps."""
+    """Attributes that the decorator needs on the object of the wrapped method."""
     finish: Callable[[int], object] = lambda spans: None
-    """Writes out the spans that were recorded, so many since the last time."""
+    """Writes out the recorded spans. The argument is their number since the last call."""
 
 
 def available(loaders: dict[str, Callable[[], Peer]]) -> dict[str, Peer]:
-    """Return the peers that load, and print the reason for each other one."""
+    """Return the peers that load, and print why the others do not load."""
     peers = {}
     for name, load in loaders.items():
         try:
@@ -43,7 +43,7 @@ def available(loaders: dict[str, Callable[[], Peer]]) -> dict[str, Peer]:
 
 
 def verl_disabled() -> Peer:
-    """verl's `DistProfiler.annotate` on a worker whose profiler has `enable=False`, the default."""
+    """Return verl's `DistProfiler.annotate` on a worker whose profiler has `enable=False`, the default."""
     _enter("verl", "verl.utils", "verl.utils.profiler")
     config = importlib.import_module("verl.utils.profiler.config")
     profiler = importlib.import_module("verl.utils.profiler.profile").DistProfiler
@@ -52,7 +52,7 @@ def verl_disabled() -> Peer:
 
 
 def trl() -> Peer:
-    """Return TRL's `profiling_decorator` on a trainer without a reporter, since it has no switch."""
+    """Return TRL's `profiling_decorator`, which has no switch, on a trainer without a reporter."""
     decorate = importlib.import_module("trl.extras.profiling").profiling_decorator
     trainer: dict[str, object] = {
         "state": SimpleNamespace(global_step=1),
@@ -63,7 +63,7 @@ def trl() -> Peer:
 
 
 def areal(*, enabled: bool) -> Peer:
-    """AReaL's `trace_perf`, configured by a plain object: its configuration's module wants CUDA kernels."""
+    """Return AReaL's `trace_perf`. A stand-in replaces its configuration module, which needs CUDA kernels."""
     _enter("areal", "areal.utils", "areal.api")
     config = ModuleType("areal.api.cli_args")
     vars(config).update(PerfTracerConfig=object, SessionTracerConfig=object)
@@ -79,18 +79,18 @@ def areal(*, enabled: bool) -> Peer:
 
 
 def opentelemetry_off() -> Peer:
-    """Return OpenTelemetry's API without an SDK: spans that record nothing."""
+    """Return OpenTelemetry's API without an SDK, whose spans record nothing."""
     trace = importlib.import_module("opentelemetry.trace")
     return Peer(_in_span(trace.get_tracer("bench")))
 
 
 def opentelemetry_sdk() -> Peer:
-    """OpenTelemetry's SDK with its batching processor and its exporter that writes JSON, one line a span."""
+    """Return OpenTelemetry's SDK with its batching processor and its exporter that writes JSON lines."""
     sdk, export = (
         importlib.import_module("opentelemetry.sdk.trace"),
         importlib.import_module("opentelemetry.sdk.trace.export"),
     )
-    out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # for as long as the process
+    out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # open until the process ends
     exporter = export.ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(indent=None) + "\n")
     processor = export.BatchSpanProcessor(
         exporter, max_queue_size=1 << 20
@@ -101,7 +101,7 @@ def opentelemetry_sdk() -> Peer:
 
 
 def wrapt_off() -> Peer:
-    """Return a wrapt decorator that asks a flag and calls on."""
+    """Return a wrapt decorator that checks a flag and calls the function."""
     wrapt = importlib.import_module("wrapt")
 
     @wrapt.decorator  # type: ignore[untyped-decorator] # loaded by name
@@ -117,7 +117,7 @@ ON = False
 
 
 def record_function() -> Peer:
-    """torch's `record_function`, while no profiler runs."""
+    """Return a decorator with torch's `record_function`."""
     torch_profiler = importlib.import_module("torch.profiler")
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ class Record:
 
 
 def least(pending: deque[Record], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` with the least record of each call that Python can make."""
+    """Return `fn` with the cheapest record of each call that Python allows."""
     current: ContextVar[Record] = ContextVar("current")
     enter, leave, append, now = current.set, current.reset, pending.append, time.monotonic_ns
 

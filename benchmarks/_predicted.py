@@ -1,4 +1,4 @@
-"""Predictions beside what was measured, as a table."""
+"""A table of predicted and measured step times."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from stepscope_report.whatif.prediction import Prediction
 
 
 def show(results: Mapping[str, Sequence[tuple[Prediction, float]]], unchanged: Sequence[Prediction]) -> None:
-    """Print predicted beside measured, and the verdicts. Medians over the rounds; the error is theirs.
+    """Print the medians of predicted and measured times, the errors of the medians, and the verdicts.
 
     Args:
-        results: By change: a prediction, and the seconds that the step with the change took.
+        results: {change: (prediction, measured seconds of the step with the change) of each round}.
+        unchanged: Predictions of steps without a change.
     """
     off = [abs(one.replayed_ns / one.measured_ns - 1) for one in unchanged]
     replayed = median(one.replayed_ns for one in unchanged) / 1e9
@@ -38,5 +39,5 @@ def show(results: Mapping[str, Sequence[tuple[Prediction, float]]], unchanged: S
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """Return the median, the least and the most as text."""
+    """Return the median, the smallest and the largest value as text."""
     return f"{median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"

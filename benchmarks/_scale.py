@@ -1,9 +1,10 @@
-"""Steps of hundreds of ranks, made from a real torch trace: the same for the same trace and seed.
+"""Steps of hundreds of ranks, made from a real torch trace. The same trace and seed give the same step.
 
-Two processes record training steps that end in an all-reduce by gloo, before which the other one is late.
-Each rank gets that trace under its node's clock, repeated to the size asked for. The recorded machine has no
-GPU: each matrix product gets a kernel of its duration, and each all-reduce one of NCCL. A few ranks are late
-at the all-reduces, some are missing, and some have a broken file.
+Two processes record training steps that end in an all-reduce by gloo. The second process is always late, and
+the first process' trace is used. Each rank gets this trace with its node's clock, repeated to the requested
+size. The trace has no GPU events, so a kernel of the same duration is added for each matrix product, and an
+NCCL kernel for each all-reduce. A few ranks are late at the all-reduces, some are missing, and some have a
+broken file.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 
 MS = 1_000_000
 ON_A_NODE = 8
-"""Ranks of one node, each node with a clock of its own."""
+"""Ranks of one node. Each node has its own clock."""
 _DELAYS_US = (0, 100, 200, 300, 500, 800, 1200, 2000)
-"""Delays of ranks before an all-reduce. The last one is a straggler's."""
+"""Delays of ranks before an all-reduce. Stragglers have the last delay."""
 _LATE_US = 4000
-"""Delay of the other process of the recording, which is more than any of `_DELAYS_US`."""
+"""Delay of the second recording process, which is longer than all of `_DELAYS_US`."""
 _EVENT = re.compile(
     rb'"ph": "X",\s*"cat": "(\w+)",\s*"name": "([\w:]+)",\s*"pid": \d+,\s*"tid": \d+,\s*'
     rb'"ts": ([\d.]+),\s*"dur": ([\d.]+)'
@@ -40,26 +41,26 @@ _PRODUCTS = (b"aten::mm", b"aten::addmm", b"aten::bmm")
 class ScaledStep(NamedTuple):
     path: Path
     ranks: int
-    """With a trace, broken or not."""
+    """Ranks with a trace, also if it is broken."""
     json_bytes: int
-    """Bytes of JSON of all traces."""
+    """Size of the JSON of all traces together."""
     disk_bytes: int
     missing: int
     broken: int
 
 
 class _Variant(NamedTuple):
-    """The events of ranks of one delay, compressed."""
+    """The compressed events of all ranks with the same delay."""
 
     members: bytes
     size: int
 
 
 class Ranks:
-    """The trace of a rank, to be given to any number of ranks."""
+    """The recorded trace, from which the traces of all ranks are made."""
 
     def __init__(self, trace: bytes, size: int) -> None:
-        """Args: size: Bytes of JSON of each rank."""
+        """Prepare the events for each delay. `size` is the size of the JSON of each rank."""
         start = re.search(rb'"traceEvents": \[\s*', trace)
         assert start is not None
         end = trace.rindex(b"]")
@@ -71,7 +72,7 @@ class Ranks:
         self._variants = [_variant(events, delay_us, size, lasts_s) for delay_us in _DELAYS_US]
 
     def write(self, path: Path, rank: int, ranks: int, skew_ns: int, variant: int) -> int:
-        """Write the trace of a rank and return the bytes of its JSON."""
+        """Write the trace of a rank, and return the size of its JSON."""
         everybody = b"[" + b", ".join(b"%d" % other for other in range(ranks)) + b"]"
         head = re.sub(rb'("baseTimeNanoseconds": )\d+', rb"\g<1>%d" % (_BASE_S * 10**9 + skew_ns), self._head)
         head = re.sub(rb'("rank": )\d+', rb"\g<1>%d" % rank, head)
@@ -91,7 +92,7 @@ def _variant(events: bytes, delay_us: int, size: int, lasts_s: int) -> _Variant:
 
 
 def _late(events: bytes, delay_us: int) -> bytes:
-    """Let the rank enter each all-reduce so much later. It leaves when it left."""
+    """Let each all-reduce begin later by `delay_us`, and end at the same time."""
 
     def later(match: re.Match[bytes]) -> bytes:
         if match[2] != b"gloo:all_reduce" or float(match[4]) <= delay_us:
@@ -126,7 +127,7 @@ def _packed(data: bytes) -> bytes:
 
 
 def build(root: Path, ranks: Ranks, count: int, seed: int = 1) -> ScaledStep:
-    """Write a step of `count` ranks on nodes of 8, and a replica of the rollout on each node."""
+    """Write a step of `count` ranks on nodes of 8, with a rollout replica on each node."""
     chance = random.Random(seed)
     folder = StepFolder(root)
     owner = folder.process("trainer", owner=True, host="node-0000")
@@ -196,7 +197,7 @@ def _roll_out(folder: StepFolder, owner: FakeProcess, trajectories: int, chance:
 
 
 def record(steps: int) -> bytes:
-    """Return the torch trace of the first of two processes that train."""
+    """Run two processes that train, and return the torch trace of the first."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, folder, str(steps)]
         others = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]

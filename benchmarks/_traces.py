@@ -1,7 +1,7 @@
-"""Steps to merge, of any size: made from a real torch trace, the same for the same trace and seed.
+"""Steps of any size to merge, made from a real torch trace. The same trace and seed give the same step.
 
-Each rank gets the trace under its own pids and tids, a few seconds after the others'. There it repeats every
-few seconds until it has the size asked for.
+Each rank gets the trace with its own pids and tids, and starts within four seconds of the others. The events
+of the trace are repeated until it has the requested size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, StepFolder
 
 _LONGER = 1 << 16
-"""Bytes more than asked for that are cut off again."""
+"""Bytes to copy beyond the requested size, so that the end can be cut after a whole event."""
 PROFILE_ID = "bench"
-"""In the files' names, as SGLang's merger wants to see it."""
+"""The part of the file names by which SGLang's merger finds the files."""
 _PERIOD_S = 7_889_238
-"""The period of Kineto's base times."""
+"""Kineto's base times are multiples of this period."""
 _BASE_S = OPENED_NS // 1_000_000_000 // _PERIOD_S * _PERIOD_S
 
 
@@ -37,12 +37,12 @@ class Compressor(Protocol):
 
 
 def as_torch() -> Compressor:
-    """gzip as torch writes it: level 9."""
+    """Return a compressor that writes gzip as torch does, with level 9."""
     return zlib.compressobj(9, zlib.DEFLATED, 31)
 
 
 def quickly() -> Compressor:
-    """igzip, where gigabytes are to be written."""
+    """Return a compressor with igzip, for gigabytes of traces."""
     from isal import isal_zlib
 
     made: Compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, 31)
@@ -50,7 +50,7 @@ def quickly() -> Compressor:
 
 
 def record(steps: int) -> bytes:
-    """Return a torch trace of so many small training steps."""
+    """Return a torch trace of small training steps of linear layers."""
     import torch
 
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)), torch.nn.Linear(32, 1))
@@ -58,12 +58,12 @@ def record(steps: int) -> bytes:
 
 
 def record_stacks(steps: int) -> bytes:
-    """Return a torch trace of training steps of a small transformer, with the calls of Python."""
+    """Return a torch trace of training steps of a small transformer, with Python stacks."""
     return record_transformer(steps, stacks=True)
 
 
 def record_transformer(steps: int, *, stacks: bool = False) -> bytes:
-    """Return a torch trace of training steps of a small transformer, with shapes of operators or stacks."""
+    """Return a torch trace of a small transformer's training steps, with Python stacks or operator shapes."""
     import torch
 
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
@@ -92,7 +92,7 @@ def _recorded(steps: int, step: Callable[[], object], *, shapes: bool = False, s
 
 
 class Template:
-    """A recorded trace: what stands around its events, and these."""
+    """A recorded trace, split into its events and the text around them."""
 
     def __init__(self, trace: bytes) -> None:
         start = re.search(rb'"traceEvents": \[\s*', trace)
@@ -108,11 +108,11 @@ class Template:
         self._threads = {tid: number for number, tid in enumerate(threads)}
         seconds = {int(second) for second in re.findall(rb'"ts": (\d+)\d{6}', events)}
         self._lasts_s = max(seconds) - min(seconds) + 1
-        # From when it was recorded to when the step was.
+        # Moved from the time of the recording to the time of the step.
         self._events = _later(events, OPENED_NS // 10**9 - _BASE_S - min(seconds))
 
     def trace(self, rank: int, size: int, chance: random.Random) -> Iterator[bytes]:
-        """Yield the text of a rank's trace, of about `size` bytes, in pieces."""
+        """Yield parts of the text of a rank's trace, of about `size` bytes together."""
         own = {tid: b"%d" % (self.pid(rank) + number) for tid, number in self._threads.items()}
         enough = self._events if size > len(self._events) else self._events[: size + _LONGER]
         events = re.sub(rb'("[pt]id": )(\d+)', lambda match: match[1] + own.get(match[2], match[2]), enough)
@@ -132,7 +132,7 @@ class Template:
 
 
 def _later(events: bytes, by: int) -> bytes:
-    """So many seconds."""
+    """Move the events by so many seconds."""
     at = rb'("ts": )(\d+)(?=\d{6}\D)'
     return re.sub(at, lambda match: b"%b%d" % (match[1], int(match[2]) + by), events) if by else events
 
@@ -140,7 +140,7 @@ def _later(events: bytes, by: int) -> bytes:
 def build(
     root: Path, template: Template, ranks: int, size: int, compressor: Callable[[], Compressor], seed: int = 1
 ) -> tuple[Path, int]:
-    """Return the folder of a step with a trace of `size` bytes on each rank, and their sum."""
+    """Write a step with a trace of about `size` bytes of JSON for each rank. Return (folder, all bytes)."""
     chance = random.Random(seed)
     folder = StepFolder(root)
     folder.process("trainer", owner=True).close(10**10)
@@ -162,7 +162,7 @@ def build(
 
 
 def describe(folder: StepFolder, path: Path, rank: int, host: str, pid: int | None, key: str | None) -> None:
-    """Return the sidecar of a trace."""
+    """Write the sidecar of a trace."""
     artifact = Artifact(
         path=str(path.relative_to(folder.layout.root)), kind="torch_trace", tool="torch", role="actor",
         rank=rank, host=host, pid=pid, size_bytes=path.stat().st_size,
@@ -174,7 +174,7 @@ def describe(folder: StepFolder, path: Path, rank: int, host: str, pid: int | No
 
 
 def build_of_files(root: Path, traces: list[Path]) -> Path:
-    """Return the folder of a step in which these files, of other machines, are the ranks' traces."""
+    """Write a step whose ranks have these traces from other machines, and return its folder."""
     folder = StepFolder(root)
     folder.process("trainer", owner=True).close(10**10)
     for rank, trace in enumerate(traces):
@@ -186,9 +186,9 @@ def build_of_files(root: Path, traces: list[Path]) -> Path:
 
 
 def _at_the_step(trace: bytes) -> bytes:
-    """As it is, but for the base, or its times if it has none: its events happen when the step does.
+    """Return the trace, moved by whole seconds to the time of the step.
 
-    By a number of whole seconds, as Kineto's bases are.
+    The base time is changed, or all times if the trace has no base time.
     """
     first = re.search(rb'"ph": "X".*?"ts": (\d+)', trace, re.DOTALL)
     recorded_s = 0 if first is None else int(first[1]) // 10**6

@@ -1,9 +1,9 @@
-"""Wall time of a captured step, beside the same step between start() and stop() of torch.profiler by hand.
+"""Wall time of a captured step, compared with the step between start() and stop() of torch.profiler by hand.
 
-A step is many small torch operators in one process, then an update in the demo's actors on Ray. By hand, the
-driver starts and stops the actors' profilers with calls. What a capture writes is written afterwards, and
-waited for before the next step, as is the trace that is dropped by hand. All take turns, in the same
-processes.
+The first kind of step is many small torch operators in one process, the second an update of the demo's actors
+on Ray. By hand, the driver starts and stops the actors' profilers with Ray calls. Writing a capture's files,
+and dropping the trace by hand, is not in the time; each is over before the next step. All contenders take
+turns in the same processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(operators: int) -> None:
 
 
 class Steps:
-    """Steps of one kind, whose parts are timed."""
+    """Steps of many small operators, with and without a profiler. Each part of a step is timed."""
 
     def __init__(self, operators: int) -> None:
         self.operators = operators
@@ -119,7 +119,7 @@ class Reference(ByHand, ReferenceWorker):
 
 
 class ActorSteps(Steps):
-    """Steps of the demo's actors."""
+    """Steps that train the demo's actors on Ray."""
 
     def __init__(self, sequences: int) -> None:
         super().__init__(0)
@@ -153,7 +153,7 @@ class ActorSteps(Steps):
 
 
 def measure(where: str, steps: Steps, rounds: int) -> None:
-    """Print the parts of a step, and its ratio to the step by hand."""
+    """Print the times of a step's parts, and the ratio of a captured step to the step by hand."""
     results = interleaved({NOTHING: steps.nothing, HAND: steps.hand, OURS: steps.captured}, rounds)
     rows = []
     for side, times in steps.took_ms.items():
@@ -166,7 +166,7 @@ def measure(where: str, steps: Steps, rounds: int) -> None:
 
 
 def record(folder: str, *roles: str) -> None:
-    """Have captures record all ranks of these roles."""
+    """Configure captures that record all ranks of these roles."""
     configure(
         save_path=Path(folder),
         steps="every:1",

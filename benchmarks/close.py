@@ -1,4 +1,4 @@
-"""Time of `close()` beside the parts of other processes of the same step.
+"""Time of `close()` in a step folder that already holds the parts of many other processes.
 
 python benchmarks/close.py
 """
@@ -45,7 +45,7 @@ def close_ms(config: ProfileConfig, step: int, others: int) -> float:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the last chores may still write
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # background work may still write
         config = ProfileConfig(save_path=str(Path(folder, "run")), steps="every:1", roles={"none": {}})
         steps = iter(range(10_000))
         close_ms(config, next(steps), 0)

@@ -1,8 +1,8 @@
-"""Cost of the spans of collectives: short blocks of all_reduce with them, and without, in turns.
+"""Cost of the spans of collectives: blocks of all_reduce with spans take turns with blocks without spans.
 
-One rank, with gloo: nothing is waited for, so that the CPU time is that of the calls. With the recorder on, a
-block has a span for each of its collectives, or none. A step of 2,000 collectives is then compared with them:
-the shortest that could be (nothing but collectives of one rank, in memory), and one of 2 s.
+There is one rank, with gloo, so that no collective waits and the CPU time is the time of the calls. The
+flight recorder is on in both kinds of blocks. One table row has collectives alone, the other has 0.1 ms of
+work before each collective. The cost of 2,000 spans is compared with a step of 2 s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def block(is_on: bool, work: Callable[[], object]) -> Callable[[], float]:
     tensor = torch.ones(1000)
 
     def run() -> float:
-        """Return the us of CPU of a collective, with the work before it."""
+        """Return the us of CPU of a collective and of the work before each collective."""
         collective_calls.watch(is_on)
         began = time.process_time_ns()
         for _ in range(BLOCK):

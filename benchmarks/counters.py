@@ -1,8 +1,8 @@
-"""Cost of sampling counters at 10 Hz, of one core: CPU time of the thread, and of the process.
+"""Cost of sampling counters at 10 Hz, in percent of one core.
 
-The thread measures its own CPU time while a capture is open, in a process that computes and opens spans on
-an event loop. The table has each source by itself. No peer samples the same numbers: beside them stands
-psutil, if it is installed, with CPU, memory and open files. There is no GPU: NVML's calls are not in it.
+The sampling thread measures its own CPU time while a capture is open, in a process that computes and opens
+spans on an event loop. The table has a row for each source. No peer samples the same values. psutil, if it is
+installed, is shown with CPU, memory and open files. The sources do not include NVML, which needs a GPU.
 """
 
 from __future__ import annotations

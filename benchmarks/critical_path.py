@@ -1,12 +1,12 @@
-"""Savings that the critical path predicts, beside real steps of the demo that had the saving.
+"""Savings that the critical path predicts, compared with real steps of the demo in which a stage is shorter.
 
-Real: the actors on Ray, the model, the batching, the agent loop, the calculator, the training. Each stage
-also sleeps for a time that is a setting here. In each round a step without a change is captured before one
-with each change. The critical path of the unchanged step tells what the change should save: for a stage that
-it names, for more of that stage than something beside it allows, and for a stage with no place on it.
+The actors on Ray, the model, the batching, the agent loop, the calculator and the training are real. Each
+stage also sleeps for a time set here. In each round, a step without a change is captured before a step with
+each change. The critical path of the unchanged step predicts the saving: of a shorter stage on the path, of
+the same stage shortened by more than parallel work allows, and of a stage off the path.
 
-A forward pass lasts as on a device of its own, and the weights and problems are the same in each step, so
-that the load of the machine moves the times little.
+A forward pass takes a fixed time, as on its own device, and all steps have the same weights and problems. So
+the load of the machine has little effect on the times.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from stepscope_report.timeline.step_graph import step_graph
 
 ROUNDS = 5
 PLAYED, TRAINED = 8, 2
-"""Trajectories of a step and of its update: few, so that a step is mostly sleep, and load moves it little."""
+"""Trajectories of a step and of its update. They are few, so that a step mostly sleeps, whatever the load."""
 
 Rounds: TypeAlias = tuple[list[float], list[float], list[float]]
-"""In seconds, by round: what is predicted, a step without the change, and one with it."""
+"""Seconds by round: (predicted savings, steps without the change, steps with the change)."""
 
 
 class Setting(NamedTuple):
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
 class Change(NamedTuple):
     setting: Setting
     label: Label
-    """The stage that becomes shorter, in each of its calls by `by_s`."""
+    """The stage of which each call becomes shorter by `by_s`."""
     by_s: float
 
 
@@ -136,7 +136,7 @@ class PacedTrainer(demo.Trainer):
                     f"{place}",
                     self._problems[place * len(self._problems) // PLAYED],
                     self.replicas[place % demo.REPLICAS],
-                    self.slow,  # type: ignore[arg-type]  # it asks as a Calculator does
+                    self.slow,  # type: ignore[arg-type]  # has `ask`, as a Calculator
                     0,
                 )
                 for place in places
@@ -151,7 +151,7 @@ class PacedTrainer(demo.Trainer):
 
 
 def predicted_s(base: Timeline, change: Change) -> float:
-    """Return what a step should save by a change."""
+    """Return the saving in seconds that the critical path of `base` predicts for a change."""
     calls = [span.dur_ns or 0 for span in base.spans if label_of(span) == change.label]
     left = 1 - change.by_s * 1e9 / (sum(calls) / len(calls))
     return Replay(step_graph(base)).saves_ns([change.label], left) / 1e9
@@ -160,7 +160,7 @@ def predicted_s(base: Timeline, change: Change) -> float:
 async def measured(folder: Path, rounds: int) -> dict[str, Rounds]:
     config = ProfileConfig(save_path=folder, steps=["0-"], roles=SPANS)
     for name, worker in (("ActorWorker", PacedActor), ("ReferenceWorker", PacedReference)):
-        setattr(demo, name, worker)  # the trainer places these
+        setattr(demo, name, worker)  # the trainer makes actors of these classes
     results: dict[str, tuple[list[float], list[float], list[float]]] = {
         name: ([], [], []) for name in CHANGES
     }

@@ -1,9 +1,9 @@
-"""Cost of a decorated call while nothing is captured, against a closure written by hand and the peers.
+"""Cost of a decorated call outside of captures, compared with a closure written by hand and with the peers.
 
-The last table has entries of `instrument` in place of the decorator: a tool, which reads nothing then, and a
-trajectory with a turn, which know their id and number also then.
+The last table is about functions that `instrument` has wrapped: a tool, and a trajectory with a turn, which
+have their id and number outside of captures, too.
 
-ns of the calling thread's CPU time per call. The overhead is what a call costs over the bare method: the
+Costs are ns of the calling thread's CPU time per call. The overhead is the cost over the bare method: the
 median of the differences within rounds in which every contender runs once.
 """
 
@@ -62,7 +62,7 @@ def by_hand_generator(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_hand_item(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Look for a capture before each item, as ours does, and hand on what is sent."""
+    """Wrap a generator, check for a capture before each item as stepscope does, and pass on sent values."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ async def aupdate(self: object, batch: int, lr: float = 1.0) -> int:
 
 
 def stream(self: object, items: int) -> Iterator[int]:
-    for i in range(items):  # noqa: UP028 # a generator's own work
+    for i in range(items):  # noqa: UP028 # the loop is the generator's work
         yield i
 
 
@@ -121,7 +121,7 @@ def timed(drive: Callable[[Callable[..., Any], int], None], method: Callable[...
 
 
 def method_of(fn: Callable[..., Any], peer: Peer) -> Callable[..., Any]:
-    """Return the decorated method, bound to an object that has what the decorator looks for."""
+    """Return the decorated method, bound to an object with the attributes that the decorator needs."""
     worker = type("Worker", (), {"method": peer.decorate(fn)})()
     vars(worker).update(peer.attributes)
     bound: Callable[..., Any] = worker.method
@@ -136,7 +136,7 @@ def compare(
     *,
     quick: bool,
 ) -> dict[str, tuple[float, float]]:
-    """Print the table of one kind of call; return {name: (ns per call, ns over the bare one)}."""
+    """Print the table of one kind of call. Return {name: (ns per call, ns over the bare call)}."""
     calls = CALLS // 10 if quick else CALLS
     runs = {name: partial(timed, drive, method_of(fn, peer), calls) for name, peer in contenders.items()}
     results = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)
@@ -158,7 +158,7 @@ ENTRIES = {
 
 
 def compare_entries(*, quick: bool) -> None:
-    """Print the cost of calls that entries of each kind stand for, over the function as it is."""
+    """Print the cost of calls that `instrument` has wrapped, for each kind of entry."""
     calls = CALLS // 10 if quick else CALLS
     peers = {
         "bare": Peer(lambda fn: fn),

@@ -1,13 +1,13 @@
-"""Pause of the training thread while a trace of 200k events is written.
+"""Delay of a training loop while a trace of 200k events is written.
 
-The stall is what a fixed training loop takes longer because a trace is written: before it, by torch's own
-`export_chrome_trace("x.json.gz")`; beside it, by stepscope's exporter; or not before the loop is over, with
-`export.when: deferred`. torch's stop() comes before all of it and is not counted.
+The stall is the time by which a fixed training loop ends later because of the trace. torch's own
+`export_chrome_trace("x.json.gz")` writes the trace before the loop, stepscope's exporter writes it during the
+loop, or, with `export.when: deferred`, after the loop. The stop of torch's profiler is not counted.
 
-Beside it, in CPU time, what explains it: how long the GIL was held to write the trace and to free it, and
-what the export takes inside the step: the hand-over, and other threads of the process while the loop runs.
-Those numbers hold on a busy machine too; the stall is one of wall-clock time and wants two idle cores, one
-for the compressor.
+The table also shows CPU times that explain the stall: how long the GIL was held to write and to free the
+trace, and the export's CPU time within the step (the hand-over, and other threads during the loop). These CPU
+times are valid on a busy machine, too. The stall is wall-clock time and needs two idle cores, one of them for
+the compressor.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ BACKGROUND, DEFERRED = "stepscope, background", "stepscope, deferred"
 
 
 class Training:
-    """A model small enough that its operators' overhead is what takes the time."""
+    """A model so small that the overhead of operators takes most of the time."""
 
     def __init__(self) -> None:
         layers = [layer for _ in range(4) for layer in (torch.nn.Linear(16, 16), torch.nn.ReLU())]
         self.model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, foreach=False)
-        for _ in range(2):  # the first ones set up autograd and the momenta
+        for _ in range(2):  # the first steps set up autograd and momenta
             self.step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             self.step()
         self.events = len(profile.events())
-        """Number of events of one step."""
+        """Number of profiler events of one step."""
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -60,7 +60,7 @@ class Training:
 
 
 def training_loop(iterations: int) -> None:
-    """Run steps of a model so small that Python takes the time."""
+    """Run steps of a model so small that Python takes most of the time."""
     weight = torch.ones(8, 8)
     for step in range(iterations):
         weight = torch.tanh(weight @ weight)
@@ -78,12 +78,12 @@ class Bench:
         self.exporter = Exporter()
         self.sizes: dict[str, int] = {}
         self.held: dict[str, list[float]] = {TORCH: [], BACKGROUND: [], DEFERRED: []}
-        """CPU ms with the GIL held."""
+        """CPU ms with the GIL held, by round."""
         self.inside: dict[str, list[float]] = {NOTHING: [], TORCH: [], BACKGROUND: [], DEFERRED: []}
-        """CPU ms that the export takes inside the step, on any thread."""
+        """CPU ms of the export within the step, on all threads, by round."""
 
     def nothing(self) -> float:
-        """ms, as everywhere here."""
+        """Return the ms of the loop without an export."""
         return self.loop(NOTHING, 0.0)
 
     def torch(self) -> float:
@@ -136,7 +136,7 @@ class Bench:
         return took
 
     def loop(self, name: str, before: float) -> float:
-        """Args: before: CPU ms that the export took of this thread already."""
+        """Run the loop and return its ms. `before` is CPU ms that the export has taken of this thread."""
         began, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
         training_loop(self.iterations)
         took = (time.perf_counter() - began) * 1e3

@@ -1,10 +1,10 @@
-"""Opening and closing a capture on 2, 8 and 32 Ray actors: all at once, as the fleet does it, or one by one.
+"""Time to start and stop a capture on 2, 8 and 32 Ray actors: all at once, as stepscope does, or one by one.
 
-ms from the first request to the last answer. The actors record spans: each start and stop opens and closes
-their files. `idle` actors have nothing else to do. `slow` ones are 50 ms from the end of a method when they
-are asked: one by one these waits add up, all at once they do not.
+The time is ms from the first request to the last answer. The actors record spans, so a start and a stop open
+and close their files. `idle` actors do nothing else. `slow` actors are in a method for another 50 ms when the
+request comes: one by one these waits add up, all at once they do not.
 
-`--actors 256` asks so many idle actors at once instead, and prints how long the slowest of them took.
+`--actors 256` starts and stops this number of idle actors instead, and also prints the slowest actor's time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ AT_ONCE, ONE_BY_ONE = "at once", "one by one"
 
 class Actor:
     def work(self, seconds: float) -> None:
-        time.sleep(seconds)  # the method that is running when the capture asks
+        time.sleep(seconds)  # runs when the capture's request comes
 
 
 class Bench:
-    """Every capture is a step of its own."""
+    """Captures on the actors. Each capture has the next step number."""
 
     def __init__(self, actors: Sequence[Any], config: ProfileConfig, loop: asyncio.AbstractEventLoop) -> None:
         self.actors = actors
@@ -50,9 +50,9 @@ class Bench:
         self.loop = loop
         self.steps = itertools.count()
         self.starts: dict[str, list[float]] = {}
-        """Contender -> ms of each start alone."""
+        """{contender: ms of each start without the stop}."""
         self.answers: list[float] = []
-        """ms until each answer of the last call on all."""
+        """ms until each actor's answer, in the latest call on all actors."""
 
     def contender(self, size: int, slow_s: float, at_once: bool) -> Callable[[], float]:
         name = name_of(size, slow_s, at_once)
@@ -101,7 +101,7 @@ class Bench:
 
 
 def many(bench: Bench, rounds: int) -> None:
-    """Print the time of a start on all actors, and that of the slowest of them."""
+    """Print the time of a start on all actors, and the time of the slowest actor."""
     size = len(bench.actors)
     config, step = bench.config, bench.steps
     everything, slowest, plain = [], [], []

@@ -1,9 +1,9 @@
 """Error rates of the gate of `stepscope diff`, on pairs of simulated runs of 60 recorded steps.
 
-Each stage varies by 4 % from step to step, neighbours resemble each other, and one step in fifty has a
-straggler. The gate holds the step and five stages. In half of the pairs nothing changes; the limits are 0 %,
-so that intervals alone decide. In the others, one stage, each in turn, takes 5 % longer; the limits are 2 %.
-The seed of a pair is its number.
+Each stage varies by 4 % from step to step, neighbouring steps are similar, and one step in fifty has a
+straggler. The gate has limits for the step and for five stages. In half of the pairs nothing changes, and the
+limits are 0 %, so that only the confidence intervals decide. In the other half, one stage takes 5 % longer
+(each stage in turn), and the limits are 2 %. The seed of a pair is its number.
 """
 
 from __future__ import annotations

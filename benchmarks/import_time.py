@@ -1,8 +1,8 @@
 """Cost of `import stepscope` at the start of an interpreter: medians over fresh processes, interleaved.
 
-`import stepscope` is what the workers' code pays, which decorates and opens spans and trajectories; `every
-name` is what a driver pays that also captures and configures. Bytecode is kept, as pip leaves it: under
-PYTHONDONTWRITEBYTECODE each start would compile the sources again.
+The row `import stepscope` is the cost for workers, whose code decorates and opens spans and trajectories. The
+row `every name` is the cost for a driver, which also configures and captures. Bytecode is cached, as after an
+installation by pip: under PYTHONDONTWRITEBYTECODE, each start would compile the sources again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PROGRAMS = {
     "import stepscope_report.cli": "import stepscope_report.cli",
     "import asyncio": "import asyncio",
 }
-"""The last one for scale: the standard library's own."""
+"""{row: program}. The last row is a module of the standard library, for comparison."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def started(code: str, cpu: list[float]) -> float:
-    """Wall ms of an interpreter that runs `code`; its CPU ms go to `cpu`."""
+    """Return the wall ms of an interpreter that runs `code`, and append its CPU ms to `cpu`."""
     began = time.perf_counter()
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], ENVIRONMENT)
     _, status, used = os.wait4(pid, 0)

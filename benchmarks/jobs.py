@@ -1,8 +1,8 @@
-"""Time of a report's reading in one process, in two, and by two actors of Ray, over steps of a real trace.
+"""Time to read the traces of a step in one process, in two processes, and by two actors of Ray.
 
-They take turns. The children and Ray's workers are started before the clock runs, as in a command that reads
-many steps: Ray may not end those that idle while the others have their turn, as it does after a second. The
-goal is for two idle cores, so the load of the machine is printed.
+The three take turns. Children and Ray's workers are started before the clock runs, as in a command that reads
+many steps. A setting keeps Ray from ending idle workers, as it does after a second. The goal is for two idle
+cores, so the load of the machine is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepscope_report.timeline.processes import workers
 
 RANKS = 8
 SIZE = 60_000_000
-"""Bytes of JSON of each rank."""
+"""Size of the JSON of each rank's trace, in bytes."""
 ROUNDS = 7
 
 

@@ -1,8 +1,8 @@
-"""Cost of listening for captures on demand: at the beginning of each step, and in its thread.
+"""Cost of listening for captures on demand, in each step and in the listening thread.
 
-A step that nobody selects or asks for, with `control.requests` on and off, interleaved; with no
-`control.json`, and with one that holds a request for a far step. Then one look of the thread, which comes
-every `control.poll_seconds`.
+Steps that are not captured take turns with `control.requests` on and off, first without `control.json`, then
+with a `control.json` that requests a far step. Then one poll of the thread is timed, which comes every
+`control.poll_seconds`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def steps(config: ProfileConfig, count: int) -> Callable[[], float]:
 
 
 def look(listener: on_demand.Listener, count: int) -> float:
-    """CPU us of one turn of the thread that finds nothing new."""
+    """Return the CPU us of one poll of the thread that finds nothing new."""
     began = time.process_time_ns()
     for _ in range(count):
         listener._look()

@@ -1,7 +1,7 @@
-"""Memory that stays with the process after a capture of 400k events is written, against its peak.
+"""Memory that a process keeps after a capture of 400k events is written, compared with its peak.
 
-Resident memory, over what it was before the recording: at its highest, and after the trace is written and
-dropped. torch's side is its own `export_chrome_trace`, `del` and a garbage collection.
+Both are resident memory over the value before the recording: the peak, and the memory after the trace is
+written and dropped. By torch alone, this is `export_chrome_trace`, `del` and a garbage collection.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def resident_mb(field: str = "VmRSS") -> float:
 
 
 def grown(work: Callable[[], None]) -> tuple[float, float]:
-    """MB: (at the peak, afterwards), over what it was before."""
-    window.give_memory_back()  # what the other side left
+    """Return (peak, value afterwards) of the resident MB over the value before `work`."""
+    window.give_memory_back()  # free memory that the other side has left
     before = resident_mb()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     work()
     return resident_mb("VmHWM") - before, resident_mb() - before
 

@@ -1,23 +1,20 @@
-"""Cost of merging a step's traces: `merge_step` against reading the files, and against other mergers.
+"""Cost of merging a step's traces with `merge_step`, compared with reading the files and with other mergers.
 
-The input is a real torch trace (CPU), once for each rank under pids and times of its own (`_traces.py`), as
-`.json.gz` of level 9, which is what torch writes: one of linear layers with what torch records by default,
-and one of a transformer with the shapes of its operators. All times are CPU time of this process, on one
-core, for the same files, in turning order; the peak memory is that of a process of its own. What a second
-core is good for, `merge_scale.py` prints.
-  gzip.open     reads the files, in blocks of 1 MiB, and does nothing with them: the floor for zlib
-  igzip         reads them with igzip, and compresses what they hold with igzip: the floor for any merge
-                that makes one compressed file of several, with the libraries that stepscope uses
-  no lines      merges as stepscope, without seeking slices that cross others of their thread
-  json          json.load of every file, ranks told apart in `pid`, json.dump through gzip level 1
-  SGLang        its ProfileMerger, from its wheel, without what the wheel requires, as an engine runs it at
-                the end of a profile: it merges, and reads the merged file again to say how many events there
-                are. A merge of ours returns these numbers as well
-  SGLang merges the first half of that alone
+The input is a real torch trace (CPU), copied for each rank with its own pids and times (`_traces.py`), as
+`.json.gz` of level 9, as torch writes it. There are three such steps: of linear layers, and of a transformer
+with shapes of operators or with stacks. All times are CPU time of this process for the same files, in
+rotating order. The peak memory is of a separate process.
+  gzip.open     reads the files in blocks of 1 MiB: the minimum for any merger with zlib
+  igzip         reads the files and compresses their content with igzip: the minimum for any merge into one
+                compressed file with the libraries that stepscope uses
+  no lines      merges as stepscope does, without the search for slices that cross others of their thread
+  json          json.load of every file, a prefix in `pid` for each rank, json.dump through gzip level 1
+  SGLang        SGLang's ProfileMerger, from its wheel, as an engine runs it at the end of a profile: it
+                merges, and reads the merged file again to count the events. `merge_step` counts them, too
+  SGLang merges SGLang's ProfileMerger without the second reading
 
-`--older FOLDER` merges the traces (`*.json.gz`) below a folder as well: for those of older Kineto layouts, on
-GPUs, clone https://github.com/facebookresearch/HolisticTraceAnalysis and give its `tests/data`. Each is taken
-whole.
+`--older FOLDER` also merges the traces (`*.json.gz`) below a folder, for example traces of GPUs with older
+Kineto layouts: `tests/data` in a clone of https://github.com/facebookresearch/HolisticTraceAnalysis.
 """
 
 from __future__ import annotations
@@ -64,13 +61,13 @@ STEPS = {
     "a transformer, with shapes": (record_transformer, 20, 1.15),
     "a transformer, with stacks": (record_stacks, 40, 2),
 }
-"""Steps of the recorded training: some 100 MB of JSON, by all ranks. The last number is the goal of the
-search for slices that cross, of the CPU of a merge without it."""
+"""{name: (function that records a trace, training steps to record, goal)}. The goal is the largest ratio of
+the CPU of a merge to the CPU of a merge without the search for slices that cross."""
 ROUNDS = 3
 SHORT_ROUNDS = 15
-"""Rounds of merges that take a second: this machine's speed changes within as little."""
+"""Rounds of the merges that take about a second. There are many, because a machine's speed varies."""
 _LARGE_ENOUGH = 300_000
-"""Bytes of a file; smaller ones say more of the mergers' first steps than of merging."""
+"""Smallest size of a file in bytes. For smaller files, the start of a merger takes most of the time."""
 _MERGER = "sglang.srt.utils.profile_merger"
 
 
@@ -86,7 +83,7 @@ def read(step: Path) -> None:
 
 
 def through(step: Path) -> None:
-    """Compress the blocks of a merge, unchanged, at its level of compression."""
+    """Read the files in the blocks of a merge, and compress the blocks unchanged at the level of a merge."""
     from isal import isal_zlib
 
     packed = isal_zlib.compressobj(1, isal_zlib.DEFLATED, 31, 9)
@@ -103,7 +100,7 @@ def without_lines(step: Path) -> None:
 
 
 class OneLine(Lines):
-    """Takes every slice for one that nests."""
+    """Stand-in for `Lines` that assumes that all slices nest."""
 
     def place(self, events: Iterable[Any], tracks: Mapping[int, int]) -> list[Moved]:
         return []
@@ -138,7 +135,7 @@ def merging_with_sglang(step: Path) -> None:
 
 
 def ours(step: Path) -> None:
-    (step / "timeline.json.gz").unlink(missing_ok=True)  # or what has not changed would be taken from it
+    (step / "timeline.json.gz").unlink(missing_ok=True)  # or unchanged parts would be copied from it
     merged = merge_step(step)
     lost = [problem for problem in merged.problems if not problem.what.startswith("unaligned")]
     assert not lost, lost
@@ -156,7 +153,7 @@ MERGERS: dict[str, Callable[[Path], None]] = {
 
 
 def sglang_found() -> bool:
-    """Enter the packages without running their `__init__`, which imports the engine."""
+    """Make SGLang's merger importable without running `__init__` modules. Return whether it was found."""
     *packages, _ = _MERGER.split(".")
     for depth in range(1, len(packages) + 1):
         name = ".".join(packages[:depth])
@@ -172,14 +169,14 @@ def sglang_found() -> bool:
 
 def timed(merger: Callable[[Path], None], step: Path) -> float:
     gc.collect()
-    gc.enable()  # it is a part of what a merger costs who makes an object of each event
+    gc.enable()  # collections are a part of the cost of a merger that makes an object for each event
     began = time.process_time()
     merger(step)
     return time.process_time() - began
 
 
 def peak_mb(name: str, step: Path) -> float:
-    """Peak memory of one merger, in its own process, without the memory that importing it takes."""
+    """Return the peak memory of a merger in a separate process, without the memory of its imports."""
     done = subprocess.run(
         [sys.executable, __file__, "--once", name, str(step)], capture_output=True, text=True, check=True
     )
@@ -195,7 +192,7 @@ def once(name: str, step: Path) -> None:
 
 
 def peak_kb() -> int:
-    """Return the peak memory. ru_maxrss is no substitute: it begins with the parent's peak."""
+    """Return the peak memory of this process. `ru_maxrss` would include the parent's peak."""
     peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert peak is not None
     return int(peak[1])
@@ -209,7 +206,7 @@ def compared(
     less_than_sglang: float,
     lines_limit: float,
 ) -> None:
-    """Print a table."""
+    """Run the contenders on a step, and print the table and the verdicts."""
     size = sum(len(gzip.decompress(path.read_bytes())) for path in files(step)) / 1e6
     runs = {name: (lambda merger=merger: timed(merger, step)) for name, merger in contenders.items()}
     results = interleaved(runs, rounds)
@@ -239,7 +236,7 @@ def compared(
 
 
 def older(folder: Path) -> list[Path]:
-    """Return traces that every merger here can read: complete files of chrome events."""
+    """Return the traces below `folder` that all mergers can read: complete files whose events have a pid."""
     paths = []
     for path in sorted(folder.rglob("*.json.gz")):
         try:
@@ -274,7 +271,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         step = build_of_files(Path(folder), traces)
-        contenders.pop("json")  # it takes as long as SGLang's
+        contenders.pop("json")  # takes as long as SGLang
         compared(step, contenders, rounds, f"JSON in {len(traces)} files, older Kineto layouts", 12, 1.15)
 
 

@@ -1,11 +1,11 @@
-"""Cost of merging for each byte, and its memory, compared over sizes and numbers of files.
+"""CPU time and memory of merges, over sizes and numbers of files.
 
-The traces are made by `_traces.py` from a real torch trace, with igzip (as stepscope compresses its own).
-Each step is merged in a process of its own, behind a step of two small files that is merged twice: CPU time
-and time on the clock, and the peak memory above that of a process that has imported stepscope. The steps take
-turns, several times, and the least of each is printed: a machine's speed changes within seconds. The first
-merge of a process pays for its imports; it is printed apart, as is the cost of the smallest merge. `--full`
-adds 10 GB, once: 2 GB of disk while it runs.
+`_traces.py` makes the traces from a real torch trace, compressed with igzip as stepscope does. Each step is
+merged in a separate process, which first merges a small step of two files twice. The table has CPU time,
+wall-clock time, and the peak memory over a process that has imported stepscope. The steps take turns several
+times, and the smallest time of each is printed, because a machine's speed varies. The first merge of a
+process, which includes imports, and the second, smallest merge are printed separately. `--full` adds a step
+of 10 GB, which needs 2 GB of disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from merge import peak_kb
 from stepscope_report.timeline import merge_step
 
 STEPS = [(2, 10), (8, 100), (8, 1000), (512, 1000)]
-"""Files, and MB of JSON in all of them."""
+"""(number of files, MB of JSON in all files together)."""
 FULL = [(512, 10_000)]
 ROUNDS = 5
 QUICK = [(2, 4), (8, 16), (64, 16)]
@@ -33,16 +33,16 @@ QUICK = [(2, 4), (8, 16), (64, 16)]
 class Cost(NamedTuple):
     cpu_s: float
     took_s: float
-    """On the clock."""
+    """Wall-clock time."""
     peak_mb: float
     first_s: float
-    """CPU of a process' first merge, of a small step."""
+    """CPU time of the process' first merge, of the small step."""
     small_s: float
-    """CPU of its second merge, of that step."""
+    """CPU time of the process' second merge, of the small step again."""
 
 
 def cpu_s(step: Path) -> float:
-    """Merge a step and return the CPU time that it took."""
+    """Merge a step and return the CPU time of the merge."""
     began = time.process_time()
     merged = merge_step(step)
     assert not merged.problems, merged.problems
@@ -50,7 +50,7 @@ def cpu_s(step: Path) -> float:
 
 
 def once(step: Path, small: Path) -> None:
-    """Print what merges cost in this process, for `measured`."""
+    """Merge the small step twice and `step` once, and print the costs for `measured` to read."""
     before = peak_kb()
     first_s, small_s = cpu_s(small), cpu_s(small)
     began = time.monotonic()
@@ -60,7 +60,7 @@ def once(step: Path, small: Path) -> None:
 
 
 def measured(steps: dict[Path, int], small: Path) -> list[Cost]:
-    """Return the least cost of each step's runs, which take turns, and their highest memory."""
+    """Merge each step so many times, in turns. Return the smallest times and the largest memory of each."""
     runs: list[list[Cost]] = [[] for _ in steps]
     for turn in range(max(steps.values())):
         for (step, rounds), costs in zip(steps.items(), runs, strict=True):

@@ -1,15 +1,16 @@
-"""The cost of noting forward passes in vLLM's engine core, without a profiler.
+"""Cost of recording forward passes in vLLM's engine core, without a profiler.
 
-CPU of the engine core's thread for each pass, by the number of requests in it: calls of the real hooks around
-a scheduler that does nothing, against calls of that scheduler alone, in turns. And the median and the largest
-CPU of a note of the flight recorder, in which each request is in 500 passes. And the CPU for which a read of
-all that the recorder keeps (64 MB) holds the engine up. Needs no vLLM.
+Three costs are measured, without vLLM:
+* the CPU of the engine core's thread for each pass, by the number of requests: the real hooks around a
+  scheduler that does nothing, and this scheduler alone, take turns
+* the median and the largest CPU of a pass in the flight recorder, if each request takes part in 500 passes
+* the CPU of the engine core's thread for a copy of all passes that the recorder keeps (64 MB)
 
-`--vllm` measures tokens per second of a real vLLM in this process too, with its passes noted and without, in
-turns and without a profiler, the CPU of the hooks in the engine core's thread, and the bytes of the file: of
-a tiny model, and of a larger one, whose passes take as long here as those of real models elsewhere. Run it
-with the Python of an environment that has vLLM: `dev.py test --engines vllm-0.32.0` makes one. A busy machine
-hides the tokens per second; with OMP_NUM_THREADS=1 the CPU of the hooks is still told.
+`--vllm` also measures a real vLLM in this process: its tokens per second with passes recorded and not, in
+turns, the CPU of the hooks, and the size of the file. There is a tiny model, and a larger model whose passes
+take about as long as passes of real models on GPUs. Run this with the Python of an environment with vLLM;
+`dev.py test --engines vllm-0.32.0` makes one. The tokens per second need an idle machine. The hooks' CPU
+is valid on a busy machine, too, with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from _measure import header, interleaved, parser, ratio_interval, table, verdict
 
 ROUNDS = 15
 PASS_MS = 10
-"""Duration of a decode pass that a cost is compared with. Large models take longer."""
+"""Duration of a decode pass with which costs are compared. Large models take longer."""
 
 
 class Scheduler:
-    """The calls of a scheduler that are hooked, with as many requests in each pass."""
+    """Stand-in for a scheduler, with the hooked methods and the given number of requests in each pass."""
 
     def __init__(self, requests: int) -> None:
         ids = [f"request-{number}-{number:08x}" for number in range(requests)]
@@ -60,7 +61,7 @@ class Scheduler:
 
 
 class Core:
-    """The part of an engine core that is hooked."""
+    """Stand-in for an engine core, with the attributes that the hooks use."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -70,7 +71,7 @@ class Core:
 
 
 def us_of_a_pass(requests: int) -> float:
-    """Return the CPU of the hooks for one pass, in us."""
+    """Return the us of CPU of the hooks for one pass."""
     from stepscope_vllm._engine_side import passes
 
     scheduler = Scheduler(requests)
@@ -92,10 +93,10 @@ def us_of_a_pass(requests: int) -> float:
 
 
 def us_of_notes(requests: int, number: int) -> list[float]:
-    """Return the CPU of each of `number` notes of the flight recorder, in us, in order of size."""
+    """Return the us of CPU for each of `number` passes in the flight recorder, sorted."""
     from stepscope.engines.passes import PassRing
 
-    gc.disable()  # a collection takes what the objects of this program make it take
+    gc.disable()  # the cost of a collection depends on the other objects of this program
     ring, batch, costs = PassRing(64), dict.fromkeys(map(str, range(requests)), 1), []
     for at in range(number):
         for new in range(at * requests // 500, (at + 1) * requests // 500):
@@ -110,7 +111,7 @@ def us_of_notes(requests: int, number: int) -> list[float]:
 
 
 def ms_of_reading() -> tuple[float, float]:
-    """Return ms of CPU in which a full ring is copied, and in which a file of it would be made."""
+    """Return ms of CPU for a copy of a full ring, and for the encoding of its file."""
     from stepscope.engines import passes
 
     ring, batch = passes.PassRing(64), {str(number): 1 for number in range(256)}
@@ -136,7 +137,7 @@ OFF, ON = "passes off", "passes on"
 
 
 class Engine:
-    """A vLLM in this process that generates with its passes noted and without."""
+    """A vLLM engine in this process that generates with and without recorded passes."""
 
     def __init__(self, name: str) -> None:
         os.environ.update(
@@ -163,7 +164,7 @@ class Engine:
         self.content = b""
 
     def generate(self) -> float:
-        """Return the tokens per second of one turn."""
+        """Generate once, and return the tokens per second."""
         began = time.perf_counter()
         self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
         return TOKENS * REQUESTS / (time.perf_counter() - began)
@@ -178,7 +179,7 @@ class Engine:
             self.content = passes.end(self._core) or b""
 
     def cpu_of_hooks(self) -> tuple[float, float]:
-        """Return us of CPU that the hooks take of a pass, and ms of CPU of this thread for a pass."""
+        """Return (us of CPU of the hooks for a pass, ms of CPU of the whole thread for a pass)."""
         from stepscope_vllm._engine_side import passes
 
         passes.begin(self._core, 100_000)

@@ -1,13 +1,17 @@
-"""Device times of `stepscope report` on traces of real GPUs, against an independent computation.
+"""Device times of `stepscope report` on traces of real GPUs, compared with an independent computation.
 
-Arguments: folders of Kineto traces, for instance `tests/traces` of a clone of TraceLens and `tests/data` of
-one of HolisticTraceAnalysis; no package has them. The computation reads the JSON with exact decimals and
-unites intervals of integers. Where HolisticTraceAnalysis reads a file, the share of communication that
-computation hides must be the same too, in whole us as it rounds. So must be the gaps before kernels that were
-launched late: exactly by the computation, and as its `host_wait` where all kernels are on one stream. Rules
-of advice must speak as expected, and not where they should not. Each pass that an engine annotated must lead
-to the work that its first launch on the same thread has by its correlation, CUDA graphs included. Nothing is
-timed.
+The arguments are folders of Kineto traces, for example `tests/traces` in a clone of TraceLens or `tests/data`
+in a clone of HolisticTraceAnalysis (HTA). Nothing is timed. For each trace, these must agree:
+
+* device times and times of kernels, with a computation that reads exact decimals and unites integer intervals
+* the time of gaps before kernels that were launched late, with this computation, and with HTA's `host_wait`
+  if all kernels are on one stream
+* the share of communication that computation hides, with HTA, in whole us as HTA rounds
+* the rules of advice, with the list below
+* the first kernel of each pass that an engine has annotated, with the kernel whose correlation is that of the
+  pass' first launch, CUDA graphs included
+
+HTA is used only for files that it can read.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from stepscope_report.timeline.model import EnginePasses
 Pair = tuple[int, int]
 WORKS = ("busy", "compute", "communication", "exposed")
 COMMUNICATION = ("nccl", "rccl", "all_reduce", "allreduce")
-"""Parts of the names of kernels that communicate, in lower case."""
+"""Words in the lower-case names of kernels that communicate."""
 
 
 ADVICE: dict[str, set[str]] = {
@@ -57,23 +61,23 @@ ADVICE: dict[str, set[str]] = {
     "h100/google_owlv2-large-patch14-ensemble__1016001.json.gz": {"data-loader", "unpinned-copies"},
     "mi300/resnet_act_checkpoint.json.gz": {"exposed-communication"},
 }  # fmt: skip
-"""Rules of advice that speak about traces of known programs, and no others."""
+"""{trace of a known program: all rules of advice that must speak about it}."""
 
 
 class Numbers(NamedTuple):
     devices: dict[str, dict[str, int]]
-    """Nanoseconds of each of `WORKS`, by the number of the device."""
+    """{number of a device: {kind in `WORKS`: ns}}."""
     kernels: dict[str, tuple[int, int]]
-    """Calls and summed nanoseconds by name."""
+    """{name: (calls, summed ns)}."""
     rounding_ns: int = 0
-    """Error that the trace itself allows: times in us since 1970 are doubles with steps of 250 ns."""
+    """Allowed error: if the trace has us since 1970 as doubles, times have steps of 250 ns."""
     host_wait_ns: int | None = None
-    """Time of gaps whose next kernel was launched after they began, or None of several devices."""
+    """Time of gaps whose next kernel was launched after the gap began, or None for several devices."""
     gaps: int = 0
     streams: int = 0
     advice: frozenset[str] = frozenset()
     hidden: float | None = None
-    """Percentage of communication that computation hides, of times in whole us as HTA rounds them."""
+    """Percentage of communication that computation hides, from times in whole us as HTA rounds them."""
 
 
 def communicates(kernel: str) -> bool:
@@ -95,7 +99,7 @@ def length(pairs: list[Pair]) -> int:
 
 
 def independent(path: Path) -> Numbers | None:
-    """Compute the numbers of a trace. None: it is no trace, or has no event of a device."""
+    """Compute the numbers of a trace. Return None if the file is no trace, or has no device event."""
     text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read().decode("utf-8", "replace")
     trace = json.loads(text, parse_float=Decimal, parse_int=Decimal, strict=False)
     if not isinstance(trace, dict) or "traceEvents" not in trace:
@@ -134,7 +138,7 @@ def independent(path: Path) -> Numbers | None:
 
 
 def host_waits(events: list[dict[str, Any]]) -> tuple[int, int, int]:
-    """Return the time of gaps whose next kernel was launched late, and the numbers of gaps and streams."""
+    """Return (ns of gaps whose next kernel was launched late, number of gaps, number of streams)."""
     launches: dict[int, int] = {}
     ran: list[tuple[int, int, int, str]] = []
     for event in events:
@@ -160,7 +164,7 @@ def host_waits(events: list[dict[str, Any]]) -> tuple[int, int, int]:
 
 
 def hta_host_wait(path: Path) -> float | None:
-    """Return HTA's `host_wait` of the only stream in us, or None if it cannot read the file."""
+    """Return HTA's `host_wait` of the only stream in us, or None if HTA cannot read the file."""
     try:
         analysis = importlib.import_module("hta.trace_analysis").TraceAnalysis(
             trace_files={0: str(path)}, trace_dir="", include_last_profiler_step=True
@@ -185,7 +189,7 @@ def _ns(us: Any) -> int:
 
 
 def reported(path: Path) -> Numbers:
-    """Return what the command says of the same file."""
+    """Return the numbers that `stepscope report --json` gives for a trace."""
     command = [sys.executable, "-m", "stepscope", "report", str(path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.stdout.strip():
@@ -228,7 +232,7 @@ def differences(path: Path, expected: Numbers, ours: Numbers) -> Iterator[str]:
 
 
 def hidden_share(path: Path) -> float | None:
-    """Return HTA's percentage of communication that computation hides. None: it cannot read the file."""
+    """Return HTA's percentage of hidden communication, or None if HTA cannot read the file."""
     try:
         analysis = importlib.import_module("hta.trace_analysis").TraceAnalysis(
             trace_files={0: str(path)}, trace_dir="", include_last_profiler_step=True
@@ -240,7 +244,7 @@ def hidden_share(path: Path) -> float | None:
 
 
 def first_kernels(path: Path) -> tuple[int, list[str]]:
-    """Return the number of an engine's passes in a trace, and those that an arrow leads elsewhere."""
+    """Return (number of an engine's passes in a trace, passes for which stepscope has another kernel)."""
     text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
     events = json.loads(text.decode("utf-8", "replace"), strict=False)["traceEvents"]
     spans = sorted(
@@ -298,7 +302,7 @@ def main() -> None:
     report_traces.quiet()
     try:
         trace = importlib.import_module("hta.common.trace").Trace
-        # It leaves out what was launched outside of a ProfilerStep. Not for this comparison.
+        # HTA would leave out kernels that were launched outside of a ProfilerStep.
         trace._filter_irrelevant_gpu_kernels = lambda self, include_last_profiler_step=False: None
         with_hta = not options.quick
     except ImportError:
@@ -318,7 +322,7 @@ def main() -> None:
         kernels += len(ours.kernels)
         if with_hta and expected.streams == 1 and (wait_us := hta_host_wait(path)) is not None:
             waits += 1
-            # It rounds starts up and ends down, to whole us.
+            # HTA rounds starts up and ends down, to whole us.
             if not 0 <= wait_us * 1000 - (expected.host_wait_ns or 0) <= 2000 * expected.gaps:
                 different.append(f"{path.name}: {expected.host_wait_ns} ns, host_wait of HTA {wait_us} us")
         theirs = None

@@ -1,10 +1,9 @@
-"""Cost of the flight recorder: of a span, of the end of a step, its memory over many steps, and a dump.
+"""Cost of the flight recorder: of a span, of the end of a step, of a dump, and its memory over many steps.
 
-Short blocks of decorated calls, each with 0.1 ms of work of the interpreter, take turns with the recorder and
-without it, and with the least that Python can record of a call. CPU time is compared: on shared cores, the
-wall clock shows the others.
-The dump writes 20 steps of 20,000 spans in 8 processes: what the thread of the training pays, and how long
-the background takes.
+Short blocks of decorated calls take turns: with the recorder, without it, and with the cheapest record of a
+call that Python allows. Each call does 0.1 ms of Python work. CPU times are compared, because wall times on
+shared cores include other programs. The dump writes 20 steps of 20,000 spans in 8 processes. Its costs are
+the time in the training's thread, and the time until the files are complete.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from stepscope._recording.spans.slot import ActiveSession
 from stepscope.files.layout import RunLayout
 
 SPANS, STEP_S = 4_000, 2.0
-"""Spans of a step, and its seconds: 2,000 spans a second, more than steps of RL post-training have."""
+"""Spans and seconds of a step. 2,000 spans a second are more than steps of RL post-training have."""
 BLOCK, CALL_S = 20, 0.0001
-"""Calls of a block, and the work of each: neighbouring blocks find the machine alike."""
+"""Calls of a block, and seconds of work in a call. Blocks are short, so that the load stays the same."""
 DUMPED_SPANS = 20_000
 RING = 160_000
-"""Records that the least keeps, as the recorder does in 64 MB."""
+"""Number of records that the cheapest recorder keeps: about as many as the flight recorder in 64 MB."""
 DUMPED, PROCESSES = 20, 8
 OFF, ON, FLOOR = "record: off", "record: spans", "the least in Python"
 
@@ -52,7 +51,7 @@ WORK = 1
 
 
 def calibrate() -> None:
-    """Choose the work of a call so that it takes `CALL_S`."""
+    """Set `WORK` so that a call takes `CALL_S`."""
     global WORK
     WORK = 2_000
     began = time.process_time()
@@ -62,7 +61,7 @@ def calibrate() -> None:
 
 
 class Loop:
-    """A loop of steps, of which each run does the next one."""
+    """A loop of steps. Each `run` does the next step."""
 
     def __init__(self, config: ProfileConfig, spans: int) -> None:
         self.config = config
@@ -70,7 +69,7 @@ class Loop:
         self.step = 0
 
     def run(self) -> float:
-        """Return the ms of CPU from the step's last call to the line that the recorder's thread writes."""
+        """Run a step. Return the ms of CPU from its last span until the recorder's thread is done."""
         self.step += 1
         with capture(self.step, config=self.config):
             for _ in range(self.spans):
@@ -83,7 +82,7 @@ class Loop:
 
 
 class Block:
-    """Calls in the middle of one long step, with a recorder or none."""
+    """Calls within one long step, recorded by `active` or not recorded."""
 
     def __init__(self, call: Callable[[int], int], active: ActiveSession | None) -> None:
         self.call = call
@@ -101,7 +100,7 @@ class Block:
 
 
 def step_cost(folder: Path, quick: bool) -> tuple[float, float]:
-    """Return the us of CPU that a span adds, and the percents that the recorder adds to a step."""
+    """Return (us of CPU that a recorded span adds, percent that the recorder adds to a step)."""
     calibrate()
     settings = {"control": {"requests": False}, "recorder": {"triggers": []}}
     config = ProfileConfig.from_mapping({"save_path": str(folder / "on"), **settings})
@@ -130,7 +129,7 @@ def step_cost(folder: Path, quick: bool) -> tuple[float, float]:
 
 
 def end_cost(folder: Path, settings: dict[str, object], quick: bool) -> float:
-    """Return the us of CPU that the recorder takes at the end of a step: in the loop, and in its thread."""
+    """Return the us of CPU of the recorder at the end of a step, in the loop and the recorder's thread."""
     global WORK
     before, WORK = WORK, 1
     loop = Loop(ProfileConfig.from_mapping({"save_path": str(folder / "on"), **settings}), SPANS)
@@ -140,7 +139,7 @@ def end_cost(folder: Path, settings: dict[str, object], quick: bool) -> float:
 
 
 def memory(folder: Path, steps: int) -> tuple[float, float]:
-    """Return MB of the process after a fifth of the steps, and after all."""
+    """Return the peak MB of the process (after a fifth of the steps, after all steps)."""
     global WORK
     WORK = 1
     config = ProfileConfig.from_mapping(
@@ -185,7 +184,7 @@ sys.stdin.readline()
 
 
 def dump(folder: Path, steps: int, spans: int, processes: int) -> tuple[float, float]:
-    """Return ms in the thread that triggers, and seconds until all is written."""
+    """Return (ms in the thread that triggers the dump, seconds until all files are written)."""
     arguments_of = [str(folder), str(steps), str(spans)]
     started = [
         subprocess.Popen(

@@ -1,7 +1,7 @@
-"""Resident memory of a process that captures 200 steps, one after the other; torch.profiler alone beside it.
+"""Growth of the resident memory of a process that captures 200 steps, compared with torch.profiler alone.
 
-Each side has a process of its own, since memory is a process' own. The slope is that of the straight line
-through all captures after the first 50, in KB for each capture. Allocators fill their arenas before that.
+Each side runs in a separate process. The slope is that of a straight line through all captures after the
+first 50, in KB per capture. During the first 50, allocators still fill their arenas.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def by_stepscope(folder: Path) -> Callable[[int], None]:
 
 
 def measure(side: str, captures: int) -> None:
-    """Prints, as JSON, what this process held after each capture."""
+    """Print as JSON the resident KB after each capture, and the threads and open files at the end."""
     folder = Path(tempfile.mkdtemp())
     try:
         step = (by_torch if side == "torch" else by_stepscope)(folder)

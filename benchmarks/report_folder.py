@@ -1,11 +1,11 @@
-"""Cost of a report on a folder of traces that others wrote: the command against HolisticTraceAnalysis.
+"""Cost of a report on a folder of torch traces: `stepscope report` compared with HolisticTraceAnalysis (HTA).
 
-Input: so many ranks, each with a gzip trace of 100 MB of JSON, as a GPU makes them (`report_traces`). The
-command reads all of them. HolisticTraceAnalysis reads a few, some before the command and some after it. Its
-CPU time for the folder is computed from these.
+Each rank has a gzip trace of 100 MB of JSON, as a GPU makes them (`report_traces`). The command reads the
+traces of all ranks. HTA reads a few traces, some before the command and some after it. Its CPU time for the
+folder is computed from these.
 
-CPU time of a process and its children. The command's includes its start; that of HolisticTraceAnalysis does
-not. Memory: the peak of the process, less that of a Python that imports nothing.
+CPU time is that of a process and its children. For the command it includes the start, for HTA it does not.
+Memory is the peak of the process, minus the peak of a Python that imports nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PRINT_PEAK = (
 
 class Measured(NamedTuple):
     cpu_s: float
-    """CPU time of the process and its children."""
+    """CPU time of the process and of its children."""
     took_s: float
     peak_mb: float
 
 
 def write_traces(folder: Path, ranks: int, megabytes: int) -> float:
-    """Write a trace for each rank, which differ by their ranks alone. Return the MB of one trace's JSON."""
+    """Write a trace for each rank. They differ only in the rank. Return the MB of a trace's JSON."""
     text = make_trace(0, LAYERS_OF_100_MB * megabytes // 100)
     for rank in range(ranks):
         own = text.replace(
@@ -52,7 +52,7 @@ def write_traces(folder: Path, ranks: int, megabytes: int) -> float:
 
 
 def measured(code: str, *arguments: str) -> Measured:
-    """Run code in a Python of its own, which prints its memory at last."""
+    """Run code in a separate Python process, and return its costs."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     command = [sys.executable, "-c", code + PRINT_PEAK, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _peer(names: list[str], folder: Path) -> list[Measured]:
-    """Measure HTA on these traces, without its imports. Empty: it is not installed."""
+    """Measure HTA on these traces, without its imports. Return an empty list if HTA is not installed."""
     try:
         importlib.import_module("hta.trace_analysis")
     except ImportError as error:

@@ -1,11 +1,10 @@
-"""Cost of reading torch traces for a report: `read_trace` against HolisticTraceAnalysis.
+"""Cost of reading torch traces for a report: `read_trace` compared with HolisticTraceAnalysis (HTA).
 
-Its breakdown of each rank into idle, compute and other device time must have the same numbers, and so must
-its kernels of each rank. `read_trace` also makes operators with their own time, memory and iterations. CPU
-time of this process and its children, for the same files, in turning order; peak memory in processes of their
-own. Input: traces as a GPU makes them, from a seeded generator; or a folder with traces of GPUs (`.json.gz`;
-an argument), for instance `tests/data` of a clone of HolisticTraceAnalysis: neither its wheel nor its sdist
-has them.
+Idle, compute and other device time of each rank must be the same in both, and so must the kernels of each
+rank. `read_trace` also returns operators with self time, memory and iterations. CPU time is that of this
+process and its children for the same files, in rotating order. Peak memory is measured in separate processes.
+The traces look like a GPU's and come from a seeded generator, or from a folder of `.json.gz` (an argument),
+for example `tests/data` in a clone of HolisticTraceAnalysis.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ SHAPE = {
 
 
 class Numbers(NamedTuple):
-    """Times of one rank, in us."""
+    """Device times of one rank, in us."""
 
     idle: int
     compute: int
     other: int
     whole: int
     kernels: dict[str, int]
-    """Summed durations by name, of computation and communication."""
+    """{name: summed duration} of kernels that compute or communicate."""
 
 
 def make_trace(rank: int, layers: int) -> bytes:
-    """One rank's trace: so many layers of an operator with its launches, flows and kernels, in whole us."""
+    """Return a rank's trace with so many layers of operators, launches, flows and kernels, in whole us."""
     rng = random.Random(rank)
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}}
     ]
-    host, device, correlation = 1_000_000, 1_000_400, 100_000  # theirs fails below 2^15
+    host, device, correlation = 1_000_000, 1_000_400, 100_000  # HTA fails below 2^15
     for _ in range(layers):
         events.append(_op("autograd::engine::evaluate_function: AddmmBackward0", host, 900))
         for step, (name, kernel) in enumerate((("aten::mm", GEMM), ("aten::native_layer_norm", NORM))):
@@ -142,16 +141,16 @@ def timed(reader: Callable[[Path], Numbers], paths: list[Path]) -> float:
 
 class Compared(NamedTuple):
     different: list[str]
-    """Numbers that are not the same to the us; in finer traces, 3 us for each event are rounding."""
+    """Numbers that differ by more than `rounding` allows."""
     times: int
-    """Idle, compute and other time of the ranks."""
+    """Number of compared times: idle, compute and other of each rank."""
     kernels: int
     equal: int
-    """Number of times and kernels that are the same to the us in both."""
+    """Number of times and kernels that are equal to the us."""
 
 
 def compared(paths: list[Path]) -> Compared:
-    # They leave out what was launched outside of a ProfilerStep. Not for this comparison.
+    # HTA would leave out kernels that were launched outside of a ProfilerStep.
     trace = importlib.import_module("hta.common.trace").Trace
     trace._filter_irrelevant_gpu_kernels = lambda self, include_last_profiler_step=False: None
     differences, pairs, kernels = [], list[tuple[int | None, int | None]](), 0
@@ -171,9 +170,9 @@ def compared(paths: list[Path]) -> Compared:
 
 
 def rounding(path: Path) -> dict[str, int]:
-    """By kernel, the us that rounding may cost: none where the trace is in whole us.
+    """Return {kernel: us by which HTA's rounding may change its time}: 0 if the trace has whole us.
 
-    They round starts up and ends down, so that a kernel of 1 us may take -2.
+    HTA rounds starts up and ends down, so that a kernel of 1 us may take -2 us.
     """
     kernels = read_trace(path).kernels
     whole = all(kernel.total_us.is_integer() for kernel in kernels)
@@ -181,7 +180,7 @@ def rounding(path: Path) -> dict[str, int]:
 
 
 def peak_mb(name: str, path: Path) -> float:
-    """Peak memory of one reader, without the memory that importing it takes."""
+    """Return the peak memory of a reader in a separate process, without the memory of its imports."""
     command = [sys.executable, __file__, "--once", name, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])

@@ -1,9 +1,9 @@
 """Reports of steps of 64, 256 and 1,024 ranks: from traces in one process, in two, on Ray, and from digests.
 
-The steps are made by `_scale.py`. Each report runs in a process of its own, and all must give the same
-tables. CPU includes that of its children, and for Ray that of its cluster of one node, which is started
-before the clock; the peak is of the process that reports. What 16 nodes would take is computed from these
-figures, and no cluster of several ran.
+`_scale.py` makes the steps. Each report runs in a separate process, and all must give the same tables. CPU
+time includes child processes, and for Ray the processes of its cluster of one node, which is started before
+the clock. Peak memory is that of the reporting process. The time on 16 nodes is computed from these figures;
+no cluster of several nodes ran.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from stepscope_report.timeline.processes import workers
 
 RANKS = (64, 256, 1024)
 SIZE = 8_000_000
-"""Bytes of JSON of each rank."""
+"""Size of the JSON of each rank's trace, in bytes."""
 ALONE = 256
-"""Ranks above which one process is not measured: it takes long, and its cost for a byte is the same."""
+"""The largest number of ranks for one process. More ranks take long, at the same cost per byte."""
 QUICK = (16, 32, 64)
 ROUNDS = 3
-"""Reports from digests, of which the quickest counts."""
+"""Number of reports from digests. The fastest counts."""
 NODES, CORES = 16, 8
-"""Nodes of the cluster that is computed, and the cores of each node that read."""
+"""Nodes of the imagined cluster, and reading processes of each node."""
 
 
 class Cost(msgspec.Struct):
     cpu_s: float
     took_s: float
-    """On the clock."""
+    """Wall-clock time."""
     peak_mb: float
     tables: str
-    """Hash of the report as JSON."""
+    """Hash of the report's JSON."""
     page_bytes: int
     page_s: float
 
 
 @contextmanager
 def readers(step: Path, how: str) -> Iterator[Executor | None]:
-    """Yield what reads the traces: this process, two processes, or two tasks of Ray at a time."""
+    """Yield the executor of reads: None for this process, two processes, or two Ray tasks at a time."""
     if how != "ray":
         with workers(2 if how == "two" else 1, 0) as executor:
             yield executor
         return
-    from stepscope_report.cli.ray_nodes import connected  # Ray takes 50 MB, which count in the peak
+    from stepscope_report.cli.ray_nodes import connected  # imported late, because Ray adds 50 MB to the peak
 
     with connected("local", 2) as nodes:
         nodes.add_step(StepLayout(step))
@@ -70,7 +70,7 @@ def readers(step: Path, how: str) -> Iterator[Executor | None]:
 
 
 def cpu_of_children_s() -> float:
-    """Return the CPU of the children that run and of those that ended."""
+    """Return the CPU seconds of all child processes, running or ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = ended.ru_utime + ended.ru_stime
     for child in import_module("psutil").Process().children(recursive=True):
@@ -80,7 +80,7 @@ def cpu_of_children_s() -> float:
 
 
 def once(step: Path, how: str, digests: bool) -> Cost:
-    """Report a step and write its page."""
+    """Report on a step, write its page, and return the costs."""
     with readers(step, how) as executor:
         began, before = time.monotonic(), cpu_of_children_s() if how == "ray" else 0.0
         timeline = load_step(step, digests=digests)
@@ -106,7 +106,7 @@ def measured(step: Path, how: str, digests: bool) -> Cost:
 
 
 def compared(step: ScaledStep) -> dict[str, Cost]:
-    """Return the costs of the ways. Two processes make the digests."""
+    """Return {way: cost}. The report in two processes writes the digests that the last way reads."""
     costs = {"one process": measured(step.path, "one", False)} if step.ranks <= ALONE else {}
     costs["Ray, two tasks"] = measured(step.path, "ray", False)
     costs["two processes"] = measured(step.path, "two", True)
@@ -121,7 +121,7 @@ def digest_bytes(step: ScaledStep) -> int:
 
 
 def computed(step: ScaledStep, costs: dict[str, Cost]) -> None:
-    """Print what a cluster would take, if each node made the digests of its ranks."""
+    """Print the computed time on a cluster in which each node makes the digests of its ranks."""
     digests = costs["digests"]
     reading_s = costs["two processes"].cpu_s - digests.cpu_s
     total_s = reading_s / (NODES * CORES) + digests.took_s

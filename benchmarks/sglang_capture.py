@@ -1,10 +1,10 @@
-"""A captured generation of a real SGLang engine against its own start_profile and stop_profile by hand.
+"""A captured generation of a real SGLang engine, compared with start_profile and stop_profile by hand.
 
-ms of starting and stopping around one generation, the CPU that takes in this process, ms of the generation,
-and bytes of the files. `by hand` is told the same as `capture`, to begin with the next forward pass included;
-it neither checks nor describes what it gets. `defaults` is what SGLang records when told nothing: stacks and
-shapes, and at once. Needs an environment with sglang: `dev.py test --engines sglang-0.5.23` makes one, whose
-Python runs this.
+The table has ms of the start and the stop around one generation, CPU ms of both in this process, ms of the
+generation, and bytes of the files. `by hand` passes SGLang the same options as `capture`, and the recording
+also begins with the next forward pass; it neither checks nor describes the files. `defaults` is start_profile
+without options, which records stacks and shapes at once. Run this with the Python of an environment with
+SGLang; `dev.py test --engines sglang-0.5.23` makes one.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Bench:
         self.folder = folder
         self.steps = itertools.count(2, 2)
         self.size: dict[str, int] = {}
-        """Contender -> bytes that its latest round left."""
+        """{contender: bytes of the files of its latest round}."""
         self.generating: dict[str, list[float]] = {}
-        """Contender -> ms of each generation."""
+        """{contender: ms of each generation}."""
         self.cpu: dict[str, list[float]] = {}
-        """Contender -> ms of CPU of this process for each start and stop."""
+        """{contender: CPU ms of this process for each start and stop}."""
         self.config = ProfileConfig(
             save_path=str(folder / CAPTURE),
             steps=["0::2"],
-            roles={"rollout": {"ranks": "all"}},  # nothing but the engine, as by hand
+            roles={"rollout": {"ranks": "all"}},  # only the engine, as by hand
             torch={"activities": ["cpu"]},
         )
 
@@ -67,7 +67,7 @@ class Bench:
             self.generating[name].append(generating_ms)
             self.cpu[name].append(cpu_ms)
             self.size[name] = sum(path.stat().st_size for path in self.folder.rglob("*.gz"))
-            shutil.rmtree(self.folder, ignore_errors=True)  # something may be written late
+            shutil.rmtree(self.folder, ignore_errors=True)  # a late file may be written now
             self.folder.mkdir(exist_ok=True)
             return float(ms)
 
@@ -99,7 +99,7 @@ class Bench:
 
 
 class ByHand:
-    """SGLang's own calls; none of them for no engine."""
+    """SGLang's start_profile and stop_profile around a block. Without an engine, there are no calls."""
 
     def __init__(self, engine: Any, folder: str, options: dict[str, object]) -> None:
         self.engine, self.folder, self.options = engine, folder, options

@@ -1,19 +1,18 @@
-"""Cost of a span while capturing, against AReaL's, OpenTelemetry's and torch's record_function.
+"""Cost of a span during a capture, compared with AReaL's, OpenTelemetry's and torch's record_function.
 
 Three costs of a decorated call that does nothing, over the bare call, in ns:
-  code     CPU time of the thread whose code is recorded: what it pays for the span
-  wall     time that passes there: also what other threads (the one that writes, say) take of the GIL
-  process  CPU time of the whole process until every span is written out
-The spans come in bursts, as fast as the loop makes them, and are written out between the bursts; async
-functions are awaited by a coroutine.
+  code     CPU time of the thread whose code is recorded
+  wall     wall time in this thread, which includes time in which other threads hold the GIL
+  process  CPU time of the whole process until every span is written
+The spans come in bursts, as fast as the loop makes them, and are written between the bursts. Async functions
+are awaited by a coroutine.
 
-`the least in Python` is what no recorder goes below here: an object for each call, the context variable that
-holds it set and reset, two readings of the clock, one append; no parent, thread, error or file. The rest of
-our cost is ours; that much is the machine's and Python's.
+`the least in Python` is the minimum for any recorder in Python: for each call one object, a context variable
+set to it and reset, two readings of the clock and one append, without parent, thread, error or file.
 
-The last table is an agent loop as people write it: coroutines, all in flight, each a trajectory of three
-turns with one span. Its costs are those of the whole process, what is written included. The last column has
-the garbage collector on: it walks through all that is in flight, the loop's own objects too.
+The last table is an agent loop: concurrent coroutines, each a trajectory of three turns with one span. Its
+costs are CPU time of the whole process, including the writing. In the last column the garbage collector is
+on, which also visits the loop's own objects.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from stepscope._recording.spans.log import SpanLog
 
 BURST = 1_000
 FLOOD = 20_000
-"""Spans in one burst that outruns every writer: each costs more, since all of them wait in fresh memory."""
+"""Spans of a burst that is faster than any writer. They wait in new memory, so each costs more."""
 ROUNDS = 41
 TURNS = 3
 GOAL_NS = 1000
@@ -75,8 +74,9 @@ async def awaited(fn: Callable[..., Any], calls: int) -> None:
 
 
 class Capturing:
-    """Our spans go to the capture that is open; a round ends when they are all written: by this thread, as
-    AReaL's are. Waiting for the one that does it would be a sleep, after which a core is slow for a while.
+    """stepscope's spans in an open capture. At the end of a round, this thread writes them, as AReaL's does.
+
+    A wait for the writing thread would be a sleep, after which a core is slow for a while.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def compare(
     calls: int,
     rounds: int,
 ) -> dict[str, Costs]:
-    """Print the table of one kind of call; return {name: (code, wall, process)} in ns over the bare one."""
+    """Print the table of one kind of call. Return {name: (code, wall, process)} in ns over the bare call."""
     kept: dict[str, list[Costs]] = {name: [] for name in peers}
     runs = {
         name: partial(timed, drive, peer.decorate(fn), peer, calls, kept[name])
@@ -177,7 +177,7 @@ async def rollouts(kind: Rollout, number: int) -> None:
 
 
 class AgentLoop:
-    """The loop, bare or with spans, in a step that is captured, recorded or neither."""
+    """The agent loop, with or without spans, in a captured step, a recorded step, or outside of both."""
 
     def __init__(
         self, kind: Callable[[int], Coroutine[Any, Any, None]], number: int, **settings: Any
@@ -188,7 +188,7 @@ class AgentLoop:
         self.steps = itertools.count()
 
     def run(self) -> float:
-        """Return the CPU ns of the process for each span."""
+        """Run the loop, and return the CPU ns of the process per span."""
         standing.stop()
         began = time.process_time_ns()
         with contextlib.ExitStack() as stack:

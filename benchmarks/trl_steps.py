@@ -1,13 +1,12 @@
-"""Cost of the preset `trl` in steps that are not captured: GRPO with the preset against plain GRPO, and of
-the flight recorder in such steps.
+"""Cost of the preset `trl`, and of the flight recorder, in GRPO steps that are not captured.
 
-ms of CPU time of the process per step, of one thread, so that other work on the machine does not count. A
-round trains all three for some steps, from the same weights and seed, in turning order. The quickest step of
-each training counts, because other work on the machine only makes steps longer. Ratios are those of the
-medians over the rounds, with the interval of resampled rounds.
+Costs are ms of CPU time of the process per step, with one torch thread. A round trains with each of three
+settings for some steps, from the same weights and seed, in rotating order. The fastest step of each training
+counts, because other work on the machine only makes steps longer. Ratios are those of the medians over the
+rounds, with the interval of resampled rounds.
 
-The recorder costs far less than trainings differ, so it is switched off and on from step to step of one
-training. CPU time includes its own thread.
+The recorder costs less than the difference between two trainings, so it is switched off and on between the
+steps of one training. The CPU time includes the recorder's thread.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PLAIN, PRESET, SELECTED = "plain", "preset, no step selected", "preset, another 
 
 
 class StepTimes(TrainerCallback):  # type: ignore[misc]  # not installed where mypy runs
-    """CPU time of each step, in ms."""
+    """Callback that measures the CPU time of each step in ms."""
 
     def __init__(self) -> None:
         self.taken: list[float] = []
@@ -93,7 +92,7 @@ def count_ones(completions: list[str], **_: object) -> list[float]:
 
 
 class Switch(TrainerCallback):  # type: ignore[misc]  # not installed where mypy runs
-    """Switch of the recorder: in each four steps off, on, on, off. So what drifts counts on both sides."""
+    """Callback that switches the recorder off, on, on, off in every four steps, so that drift cancels out."""
 
     def __init__(self) -> None:
         self.on: list[bool] = []
@@ -106,7 +105,7 @@ class Switch(TrainerCallback):  # type: ignore[misc]  # not installed where mypy
 
 
 def train(folder: str, steps: int, instrument: list[str], selected: list[int]) -> float:
-    """Train and return the ms of the quickest step after the first two."""
+    """Train, and return the ms of the fastest step after the first two."""
     stepscope.configure(instrument=instrument, steps=selected, save_path=f"{folder}/profile")
     return min(timed_steps(folder, steps)[2:])
 
@@ -115,7 +114,7 @@ def recorded(folder: str, steps: int) -> tuple[list[float], list[float], float]:
     """Train with the recorder on in every other step.
 
     Returns:
-        ms of each step with it off, and with it on; the spans of a step with it on.
+        (ms of each step with the recorder off, ms of each step with it on, spans of a step with it on).
     """
     stepscope.configure(
         instrument=["trl"], steps=[10**6], save_path=f"{folder}/recorded", record="spans",
@@ -134,9 +133,9 @@ def recorded(folder: str, steps: int) -> tuple[list[float], list[float], float]:
 
 
 def added_percent(off: list[float], on: list[float]) -> tuple[float, float, float]:
-    """Return the median difference of neighbouring steps in % of a step, and the interval of resampled pairs.
+    """Return the median difference of neighbouring steps in % of a step, and its 95 % interval.
 
-    Neighbours, because TRL's own steps become longer: by a third in 2,000, without the preset too.
+    Neighbours are compared, because TRL's own steps become longer: by a third in 2,000 steps.
     """
     pairs = [after - before for before, after in zip(off, on, strict=True)]
     draw, step = random.Random(0).choices, statistics.median(off) / 100
@@ -145,7 +144,7 @@ def added_percent(off: list[float], on: list[float]) -> tuple[float, float, floa
 
 
 def timed_steps(folder: str, steps: int, *callbacks: TrainerCallback) -> list[float]:
-    """Train and return the ms of each step."""
+    """Train, and return the ms of each step."""
     times = StepTimes()
     trainer = GRPOTrainer(
         model=model(),

@@ -1,9 +1,9 @@
-"""Cost of the preset `verl` in steps that are not captured: `main_ppo` under `stepscope run` against plain.
+"""Cost of the preset `verl` in steps that are not captured: `main_ppo` with and without `stepscope run`.
 
-ms of a step by verl's own clock (`timing_s/step`), of whole trainings that take turns: GRPO, RayPPOTrainer, a
-real vLLM, on the CPU. The preset's training selects a step that never comes. The default trainer of verl 0.9
-would hide a cost behind the 2 s for which it polls. Needs an environment with verl: `dev.py test --engines
-verl-0.9.1` makes one, whose Python runs this. A training takes some two minutes to start.
+Whole trainings take turns: GRPO with RayPPOTrainer and a real vLLM, on the CPU. The time of a step in ms is
+verl's own `timing_s/step`. The training with the preset selects a step that never comes. The default trainer
+of verl 0.9 is not used, because it polls every 2 s, which would hide a cost. Run this with the Python of an
+environment with verl; `dev.py test --engines verl-0.9.1` makes one. A training takes two minutes to start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from _measure import Measured, arguments, header, table, verdict
 
-# The folder that holds the recipe of a training on a CPU, which the tests use as well.
+# The checkout, for the launcher of trainings on a CPU, which the tests use as well.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from packages.core.tests.verl_cpu.launch import train
@@ -27,7 +27,7 @@ PLAIN, PRESET = "plain", "preset, another step selected"
 
 
 def steps_of(folder: Path, contender: str) -> list[float]:
-    """Train, and return the ms of each step after those that warm up."""
+    """Train, and return the ms of each step after the warm-up."""
     options = ["--preset", "verl", "--steps", str(10**6), "--save-path", str(folder / "run")]
     before = [sys.executable, "-m", "stepscope", "run", *options] if contender == PRESET else []
     overrides = ["trainer.use_v1=False", f"trainer.total_training_steps={STEPS}", "trainer.total_epochs=100"]
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def spread(medians: list[float]) -> float:
-    """Return the slowest over the fastest: what a ratio can be by chance."""
+    """Return the largest median over the smallest, which a ratio may reach by chance."""
     return max(medians) / min(medians)
 
 

@@ -1,9 +1,9 @@
-"""A captured generation of a real vLLM engine against its own start_profile and stop_profile by hand.
+"""A captured generation of a real vLLM engine, compared with start_profile and stop_profile by hand.
 
-ms of starting and stopping around one generation, the CPU that takes in this process, and ms of the
-generation. The worker is a process of its own. `by hand` has vLLM write as it does, with its table of
-operators; `capture` has the worker write to the step's folder, without the table. Needs an environment with
-vLLM: `dev.py test --engines vllm-0.32.0` makes one, whose Python runs this.
+The table has ms of the start and the stop around one generation, CPU ms of both in this process, and ms of
+the generation. vLLM's worker is a separate process. By hand, it writes a trace and its table of operators; in
+a capture, it writes a trace into the step's folder, without the table. Run this with the Python of an
+environment with vLLM; `dev.py test --engines vllm-0.32.0` makes one.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Bench:
 
         self.steps = itertools.count(2, 2)
         self.generating: dict[str, list[float]] = {}
-        """Contender -> ms of each generation."""
+        """{contender: ms of each generation}."""
         self.cpu: dict[str, list[float]] = {}
-        """Contender -> ms of CPU of this process for each start and stop."""
+        """{contender: CPU ms of this process for each start and stop}."""
         self.engine_cpu: dict[str, list[float]] = {}
-        """Contender -> ms of CPU of the engine's processes for each generation."""
+        """{contender: CPU ms of the engine's processes for each generation}."""
         self.config = ProfileConfig(
             save_path=str(folder / "run"),
             steps=["0::2"],
-            roles={"rollout": {"ranks": "all"}},  # nothing but the engine, as by hand
+            roles={"rollout": {"ranks": "all"}},  # only the engine, as by hand
             torch={"activities": ["cpu"]},
         )
         model = write_model(folder / "model", llama_config(), llama_weights(Transformer().state_dict()))
@@ -73,13 +73,13 @@ class Bench:
             enforce_eager=True,
             **engine_args(self.config),
         )
-        psutil: Any = importlib.import_module("psutil")  # vLLM brings it
+        psutil: Any = importlib.import_module("psutil")  # a dependency of vLLM
         self.engine = psutil.Process().children(recursive=True)
         self.sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
 
     def close(self) -> None:
-        # By itself vLLM ends its engine after multiprocessing has waited for it, which it does for ever where
-        # something else (the temporary folder here) was to be tidied up at exit before vLLM was imported.
+        # At exit, multiprocessing would wait for the engine before vLLM ends it, and so for ever, if another
+        # exit handler (of the temporary folder here) was registered before vLLM was imported.
         self.llm.llm_engine.engine_core.shutdown()
 
     def contender(
@@ -88,7 +88,7 @@ class Bench:
         self.generating[name], self.cpu[name], self.engine_cpu[name] = [], [], []
 
         def measured() -> float:
-            flush()  # what earlier captures left to do
+            flush()  # finish the exports of earlier captures
             began, cpu_began = time.perf_counter(), time.process_time()
             with around():
                 opened, cpu_opened, engine_opened = time.perf_counter(), time.process_time(), self.engine_ms()
@@ -126,7 +126,7 @@ class Bench:
 
 
 class ByHand:
-    """vLLM's own calls; none of them for no engine."""
+    """vLLM's start_profile and stop_profile around a block. Without an engine, there are no calls."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

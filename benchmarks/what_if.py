@@ -1,7 +1,7 @@
-"""Predictions of `stepscope what-if` beside the same step run with the change.
+"""Predictions of `stepscope what-if`, compared with runs of the same step with the change.
 
-A round captures a step of 40 trajectories without a change, predicts each change from it, and runs the step
-with each change. The work is that of `_async_step`. Medians over the rounds, which differ in their lengths.
+A round captures a step of 40 trajectories without a change (`_async_step`), predicts each change from it, and
+runs the step with each change. The figures are medians over the rounds. Trajectories differ between rounds.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def main() -> None:
 
 
 async def capture_step(number: int, planned: Sequence[Plan]) -> None:
-    """Run the step without a change, captured."""
+    """Capture the step without a change."""
     async with capture(number):
         await Step(Setting(), planned).run()
 
 
 async def run_step(setting: Setting, planned: Sequence[Plan]) -> float:
-    """Return the seconds of the step with a change."""
+    """Run the step with a change, and return its seconds."""
     step = Step(setting, planned)
     began = time.perf_counter()
     await step.run()

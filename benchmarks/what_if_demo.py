@@ -1,13 +1,13 @@
-"""Predictions of `stepscope what-if` beside real steps: of the demo, and of the demo on vLLM.
+"""Predictions of `stepscope what-if`, compared with real steps of the demo, also on vLLM.
 
-Real: the actors on Ray, the model, the batching, the sampling, the agent loop, the calculator, and the
-training, here of 32 of the 128 trajectories. A capture without a change gives the
-predictions of three changes, each of which then runs. Rounds begin at different changes. All replicas always
-have the first weights, so that a trajectory is the same in every step.
+The actors on Ray, the model, the batching, the sampling, the agent loop, the calculator and the training are
+real. The training uses 32 of the 128 trajectories. A captured step without a change predicts three changes,
+each of which then runs. Each round begins with another change. The replicas keep their first weights, so that
+a trajectory is the same in every step.
 
-By default a forward pass and a training last as on devices of their own: the rest of their time, they sleep.
-So they do not compete for the cores of this machine. With `--engine vllm` the passes are vLLM's, and compete:
-that takes an environment with vLLM. With `--pace 0` all does.
+By default, a forward pass and a training take a fixed time, as on their own devices, because they sleep after
+their work. So they do not compete for the cores of this machine. With `--engine vllm` (in an environment with
+vLLM) the passes are vLLM's and compete. With `--pace 0` passes and trainings compete.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ ROUNDS = 3
 SPANS = {"*": {"ranks": "all", "profiler": "off", "engine": {"profiler": "off"}}}
 BASE = Setting(replicas=2, tool_pool=6)
 CHANGES_OF_ONE = 3
-"""Changes that are predicted from one step, since the load of the machine drifts."""
+"""Number of changes that one step predicts. It is small, because the load of the machine drifts."""
 PASS_S, REQUEST_S = 0.02, 0.002
-"""A forward pass of a paced replica lasts the first, and the second for each of its requests."""
+"""A forward pass of a paced replica takes PASS_S, and REQUEST_S for each of its requests."""
 TOOL_S, TRAIN_S = 0.1, 2.0
 TRAINED = 32
 """Trajectories of an update."""
@@ -68,7 +68,7 @@ CASES = {
 
 
 class PacedReplica(RolloutReplica):
-    """The demo's replica, on a device that needs a known time for a forward pass."""
+    """The demo's replica, with a fixed time for a forward pass."""
 
     def _forward(self, requests: Any, *batch: Any) -> None:
         until = time.perf_counter() + PASS_S + REQUEST_S * len(requests)
@@ -77,7 +77,7 @@ class PacedReplica(RolloutReplica):
 
 
 class ToolPool:
-    """The calculator behind a limit, as slow as a sandbox."""
+    """The calculator with a limited number of concurrent calls, as slow as a sandbox."""
 
     def __init__(self, calculator: Calculator, size: int) -> None:
         self._calculator, self._free = calculator, asyncio.Semaphore(size)
@@ -93,7 +93,7 @@ class ToolPool:
 
 
 class ArrangedTrainer(Trainer):
-    """The demo's trainer with another arrangement of the step."""
+    """The demo's trainer, whose steps follow a `Setting`."""
 
     paced = True
 
@@ -101,7 +101,7 @@ class ArrangedTrainer(Trainer):
         return PacedReplica if self.paced and engine == "torch" else super().replica_class(engine)
 
     async def begin(self, seed: int) -> None:
-        """Set up, and roll out once: for the lengths of the trajectories, and a batch to train on."""
+        """Set up, and run one rollout for the lengths of trajectories and for a batch to train on."""
         await self.set_up(WARM_UP)
         self._weights = await self.actors[0].sync_weights.remote()
         draw = random.Random(seed)
@@ -121,7 +121,7 @@ class ArrangedTrainer(Trainer):
             await asyncio.gather(*(replica.load_weights.remote(self._weights) for replica in self.replicas))
 
     async def _rolled_out(self, setting: Setting, places: Sequence[int]) -> list[Trajectory]:
-        """Return the trajectories of the step. Those that it does not wait for are of the first rollout."""
+        """Run the rollout and return its trajectories. Unfinished ones are taken from the first rollout."""
         pool, scorer = ToolPool(self.calculator, setting.tool_pool), asyncio.Lock()
         replicas = self._assigned(setting)
 
@@ -146,7 +146,7 @@ class ArrangedTrainer(Trainer):
         ]
 
     def _assigned(self, setting: Setting) -> list[int]:
-        """Return the replica of each trajectory: in halves as sharded batches are, in turn, or by length."""
+        """Return the replica of each trajectory: in equal blocks (a sharded batch), in turn, or by length."""
         count = len(self._problems)
         if setting.balance:
             return dealt(self._lengths, setting.replicas)
@@ -170,14 +170,14 @@ class ArrangedTrainer(Trainer):
             await asyncio.gather(*updates, asyncio.sleep(TRAIN_S if self.paced else 0.0))
 
     async def _score(self, played: Trajectory) -> None:
-        """Score a trajectory by a model."""
+        """Score a trajectory with the reference model."""
         import torch
 
         await self.reference.compute_ref_log_prob.remote(torch.tensor([played.tokens]))
 
 
 def dealt(lengths: Sequence[int], replicas: int) -> list[int]:
-    """Deal the longest first, each to the replica with the fewest tokens."""
+    """Return a replica for each trajectory: the longest first, each to the replica with the fewest tokens."""
     loads, replica_of = [0] * replicas, [0] * len(lengths)
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         replica_of[place] = min(range(replicas), key=loads.__getitem__)
@@ -199,7 +199,7 @@ class Bench:
         return load_step(RunLayout(self._folder).step(number).root)
 
     async def fitting(self) -> tuple[Predicting, Prediction]:
-        """Capture a step without a change, until its own replay fits it: else a prediction is refused."""
+        """Capture steps without a change until a prediction is not refused: the replay must fit the step."""
         for _ in range(5):
             base = Predicting(await self.captured(BASE))
             try:

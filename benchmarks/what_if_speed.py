@@ -1,4 +1,4 @@
-"""CPU seconds of `stepscope what-if` on a step of 8,000 generations, whose times a known curve made."""
+"""CPU seconds of `stepscope what-if` on a step of 8,000 generations, simulated with a known curve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepscope_report.whatif.replay import Rules, replay
 REPLICAS, ROUNDS = 8, 5
 MS = 1_000_000
 FULL = Curve(((1.0, 50 / MS), (64.0, 1000 / MS), (2048.0, 1000 / MS)))
-"""A replica is full with 64 requests in flight: 1,000 tokens per ms."""
+"""The throughput curve of a replica, which reaches 1,000 tokens per ms with 64 requests in flight."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def cpu_s(call: Callable[[], object]) -> float:
 
 
 def written(folder: Path, count: int) -> Path:
-    """Write a step of trajectories with one generation each, dealt to the replicas in turn."""
+    """Write a step of trajectories with one generation each, which the replicas get in turn."""
     draw = random.Random(0)
     tokens = [round(draw.lognormvariate(7, 0.7)) + 1 for _ in range(count)]
     starts = sorted(draw.randrange(200 * MS) for _ in range(count))

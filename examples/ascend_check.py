@@ -1,9 +1,9 @@
-"""Check of `tool: npu` on a machine with NPUs, not run so far. ascend_check.sh names what to expect.
+"""Check `tool: npu` on a machine with NPUs (not run so far). ascend_check.sh names the expected output.
 
 python examples/ascend_check.py window     two captured steps of matrix products (torchrun: all-reduces too)
-python examples/ascend_check.py threads    the same on a thread that is not the main one
-python examples/ascend_check.py cost       what a captured step takes at each level, beside one that is not
-python examples/ascend_check.py hold       a capture that stays open until the process is ended
+python examples/ascend_check.py threads    the same steps on a thread other than the main thread
+python examples/ascend_check.py cost       the time of a captured step at each level, and of a step without
+python examples/ascend_check.py hold       a capture that stays open until you end the process
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEVELS = (None, "level_none", "level0", "level1", "level2")
 
 
 class Trainer:
-    """Matrix products on one device; between the ranks of `torchrun`, all-reduces."""
+    """Matrix products on one device. Under `torchrun`, all-reduces between the ranks follow."""
 
     def __init__(self, device: str, size: int) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -52,7 +52,7 @@ def window(trainer: Trainer, config: ProfileConfig) -> None:
             trainer.update()
         block.result.wait()
         if trainer.reduces:
-            torch.distributed.barrier()  # a step is whole when every rank has written its part
+            torch.distributed.barrier()  # a step is complete when all ranks have written their parts
         block.result.raise_for_missing()
     if trainer.reduces:
         torch.distributed.destroy_process_group()
@@ -71,7 +71,7 @@ def threads(trainer: Trainer, config: ProfileConfig) -> None:
 
 def cost(trainer: Trainer, config: ProfileConfig) -> None:
     times: dict[str | None, list[float]] = {level: [] for level in LEVELS}
-    trainer.update()  # what is done once, such as compiling
+    trainer.update()  # warm-up, such as compiling
     for round_ in range(3):
         for number, level in enumerate(LEVELS):
             step = round_ * len(LEVELS) + number

@@ -1,6 +1,6 @@
-"""A plain torch training loop, with what it takes to profile it: python examples/existing_loop.py
+"""A plain torch training loop in one process, profiled: python examples/existing_loop.py
 
-No Ray, no workers: this process alone. The lines that were added are marked `# stepscope`.
+The lines that profile the loop are marked `# stepscope`.
 """
 
 import torch

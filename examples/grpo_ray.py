@@ -1,7 +1,7 @@
 """GRPO on Ray with multi-turn rollouts, profiled: python examples/grpo_ray.py
 
-What to copy into a trainer of your own is marked `# stepscope`. Model, task and inference engine are those of
-`stepscope_report.demo`: not the point here, and small enough to be read.
+Copy the lines marked `# stepscope` into your own trainer. The model, the task and the inference engine come
+from `stepscope_report.demo`, and are small enough to read.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ async def play(name: str, problem: task.Problem, replica: Any, calculator: Calcu
     with trajectory(name):  # stepscope
         for index in range(problem.max_turns):
             with turn(index):  # stepscope
-                with span("generate", role="rollout"):  # stepscope: the carrier takes this place along
+                with span("generate", role="rollout"):  # stepscope: the carrier takes this span along
                     tokens = await replica.generate.remote(played.tokens, f"{name}-{index}", carrier())
                 if not (call := played.say(tokens)).endswith(">"):
                     break

@@ -1,8 +1,8 @@
 """An agent loop on SGLang with a tool, profiled: python examples/sglang_agent_loop.py
 
 Each trajectory calls a calculator until it knows the answer. Captured steps have the engine's times of each
-turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. Model and
-task are those of `stepscope_report.demo`, and tiny: a minute on a CPU. Needs SGLang and
+turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. The tiny
+model and the task come from `stepscope_report.demo`; a run takes a minute on a CPU. It needs SGLang and
 `stepscope[cli,sglang]`.
 """
 
@@ -25,7 +25,7 @@ SAMPLING = {"max_new_tokens": task.TURN_TOKENS, "stop_token_ids": [*task.END_OF_
 ON_A_CPU = {
     "device": "cpu",
     "dtype": "float32",
-    "model_impl": "transformers",  # SGLang's own Llama wants a kernel that a CPU need not have
+    "model_impl": "transformers",  # SGLang's own Llama needs a kernel that some CPUs lack
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
@@ -59,7 +59,7 @@ async def play(name: str, problem: task.Problem, engine: sglang.Engine, calculat
 async def main(model: Path) -> None:
     roles = {"rollout": {"ranks": "all"}}
     configure(save_path="outputs/sglang_agent_loop", steps=[1, 3], roles=roles)  # stepscope
-    async with Calculator() as calculator:  # before the engine, with which asyncio starts no more processes
+    async with Calculator() as calculator:  # first: asyncio cannot start processes beside the engine
         engine = sglang.Engine(
             model_path=str(model),
             sleep_on_idle=True,  # stepscope: no idle loops in the traces

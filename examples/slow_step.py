@@ -1,7 +1,7 @@
-"""A loop whose steps are slow, and its fix: python examples/slow_step.py [--fixed]
+"""A loop with slow steps, and its fix: python examples/slow_step.py [--fixed]
 
-No Ray, no torch, no GPU: the engine, the sandboxes and the training are stand-ins that take their time.
-docs/tutorial.md records this loop, reads its report, finds the cause, and proves the fix.
+It needs no Ray, torch or GPU: sleeps stand for the engine, the sandboxes and the training. docs/tutorial.md
+records this loop, reads its report, finds the cause, and proves the fix.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ SANDBOXES = asyncio.Semaphore(16 if FIXED else 2)
 
 
 async def call_tool() -> None:
-    """Run a tool in a sandbox, as soon as one is free."""
+    """Run a tool as soon as a sandbox is free."""
     with span("queue", role="env"):
         await SANDBOXES.acquire()
     with span("tool", role="env", attrs={"name": "sandbox"}):
@@ -52,7 +52,7 @@ def sync_weights() -> None:
 
 
 async def main() -> None:
-    # Spans alone: nothing here runs on torch, so there is nothing for its profiler to record.
+    # Record spans only: nothing here runs on torch.
     configure(save_path=FOLDER, steps=[4, 8], roles={"*": {"profiler": "off"}})
     await aprepare()
     for step in range(10):

@@ -1,7 +1,7 @@
 """Data-parallel training on two ranks, profiled: torchrun --nproc-per-node=2 examples/torchrun_loop.py
 
-Each rank trains on samples of its own, and gloo averages the gradients. The report has both
-ranks, and their waits for each other. The lines that profile are marked `# stepscope`.
+Each rank trains on its own samples, and gloo averages the gradients. The report shows both ranks, and their
+waits for each other. The lines that profile are marked `# stepscope`.
 """
 
 import torch
@@ -46,7 +46,7 @@ class Trainer:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    roles = {"*": {"ranks": "all"}}  # stepscope: a trace of every rank, not of rank 0 alone
+    roles = {"*": {"ranks": "all"}}  # stepscope: trace every rank, not only rank 0
     configure(save_path="outputs/torchrun_loop", steps=[10, 20], roles=roles)  # stepscope
     prepare()  # stepscope: finds errors now, and starts the profiler once
     trainer = Trainer(rank)

@@ -1,4 +1,4 @@
-"""GRPO with TRL on a toy model. Nothing in this script knows of a profiler; one line profiles it:
+"""GRPO with TRL on a toy model. This script does not import stepscope. One line profiles it:
 
 stepscope run --preset trl --steps 0,2 --save-path outputs/trl_grpo examples/trl_grpo.py
 stepscope report outputs/trl_grpo
@@ -19,7 +19,7 @@ def count_ones(completions: list[str], **_: object) -> list[float]:
 
 
 def save_tokenizer(folder: str) -> int:
-    """Save a tokenizer of digits. Return the number of its words."""
+    """Save a tokenizer for digits, and return the size of its vocabulary."""
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *"0123456789+= "])}
     raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -30,7 +30,7 @@ def save_tokenizer(folder: str) -> int:
 
 
 def save_model(folder: str) -> None:
-    """Save a Qwen2 of one layer, in place of one that you would download."""
+    """Save a Qwen2 with one layer, in place of a downloaded model."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=save_tokenizer(folder),
@@ -56,7 +56,7 @@ def make_trainer(model: str, output: str) -> GRPOTrainer:
         num_generations=4,
         num_iterations=2,  # the second step trains on what the first one generated
         max_completion_length=4,
-        beta=0.1,  # above 0, it needs a reference model
+        beta=0.1,  # above 0, TRL needs a reference model
         use_cpu=True,
         bf16=False,
         report_to=[],

@@ -1,8 +1,9 @@
 """An agent loop on vLLM with a tool, profiled: python examples/vllm_agent_loop.py
 
 Each trajectory calls a calculator until it knows the answer. Captured steps have the engine's times of each
-turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. Model and
-task are those of `stepscope_report.demo`, and tiny: a minute on a CPU. Needs vLLM and `stepscope[cli,vllm]`.
+turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. The tiny
+model and the task come from `stepscope_report.demo`; a run takes a minute on a CPU. It needs vLLM and
+`stepscope[cli,vllm]`.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ SAMPLING = SamplingParams(max_tokens=task.TURN_TOKENS, stop_token_ids=[*task.END
 
 
 async def generate(llm: AsyncLLM, tokens: list[int], name: str) -> RequestOutput:
-    """Return the engine's last output of a request, which holds all of its tokens."""
+    """Return the last output of a request, which holds all generated tokens."""
     outputs = [output async for output in llm.generate({"prompt_token_ids": tokens}, SAMPLING, name)]
     return outputs[-1]
 
