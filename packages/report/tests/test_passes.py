@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from packages.report.tests.traces import add_trace, event, kernel
 from stepscope.engines import passes
 from stepscope.engines.passes import PassLog, PassRing
 from stepscope.errors import RecordError
-from stepscope.files.passes import SUFFIX, PassFile, check_passes
+from stepscope.files.passes import PassFile, check_passes
 from stepscope.files.spans import CONSUME
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.testing.steps import FakeProcess, StepFolder
@@ -374,11 +375,28 @@ def test_files_that_an_engine_left_are_taken_and_a_damaged_one_is_said(
     content = passes.encoded(a_log().file())
     for stem, data in (("x_0", content), ("x_1", content[:-20]), ("y_0", content)):
         passes.write(data, tmp_path, stem)
-    (taken,) = passes.take(tmp_path, f"x_*{SUFFIX}")
+    (taken,) = passes.take(tmp_path, "x_*")
     assert taken.passes.number == a_log().file().passes.number
     assert [path.name[:3] for path in tmp_path.iterdir()] == ["y_0"]
     assert "forward passes are" in caplog.text
     assert "x_1" in caplog.text
+
+
+def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    log, begun = PassLog(9), threading.Event()
+
+    def caller_of(request: str) -> str:
+        begun.wait()
+        return f"caller of {request}"
+
+    log.note(1, 2, "decode", {"a": 1}, [1], running=1, waiting=0)
+    passes.write_apart(log.copy(dp=1), tmp_path, "x_dp1", caller_of)
+    threading.Timer(0.2, begun.set).start()
+    assert passes.take(tmp_path, "y_*") == []
+    assert not begun.is_set()
+    (taken,) = passes.take(tmp_path, "x_*")
+    assert (taken.dp, taken.requests.caller_id) == (1, ["caller of a"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pass_points_to_what_it_launched_first_also_where_it_was_launched_ahead(tmp_path: Path) -> None:

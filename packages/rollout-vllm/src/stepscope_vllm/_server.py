@@ -18,7 +18,7 @@ from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.passes import take
 from stepscope.errors import EngineError
-from stepscope.files.passes import SUFFIX, PassFile
+from stepscope.files.passes import PassFile
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
 from stepscope_vllm._capture.session import Desk, ReplicaProfiler
@@ -78,7 +78,7 @@ class ServerTarget:
 
     def take_passes(self) -> Sequence[PassFile]:
         """Return the notes that the server's plugin left in its folder, and remove the files."""
-        return take(self.folder, f"{self._name}_*{SUFFIX}")
+        return take(self.folder, f"{self._name}_*")
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         body: dict[str, object] = {}

@@ -55,6 +55,10 @@ _TYPES = {
     "requests": "i", "tokens": "i", "outputs": "i",
 }  # fmt: skip
 """{column of a `_Part`: type of its array}."""
+_COMING = ".passes-coming"
+"""End of the name of a file that stands for a file of passes while it is written."""
+_COMES_S, _LOOK_S = 30.0, 0.02
+"""Longest wait for such a file, and the time between two looks."""
 _PART_BYTES = 1 << 20
 """Memory of a part of a `PassRing`, at most. Its columns move as they grow: more bytes hold up the engine."""
 
@@ -468,10 +472,31 @@ def write(content: bytes, folder: Path, stem: str) -> Path:
     return path
 
 
-def take(folder: Path, pattern: str) -> list[PassFile]:
-    """Return the files of passes in `folder` that match, and remove them. A damaged one is logged."""
+def write_apart(
+    copy: PassCopy, folder: Path, stem: str, caller_of: Callable[[str], str] | None = None
+) -> None:
+    """Write a file of passes for `take`, on a thread: the engine would wait 0.1 s for 20,000 passes."""
+    coming = folder / f"{stem}{_COMING}"
+
+    def make() -> None:
+        try:
+            write(encoded(copy.file(caller_of)), folder, stem)
+        finally:
+            coming.unlink(missing_ok=True)
+
+    coming.touch()
+    threading.Thread(target=make, name="stepscope-passes-file").start()
+
+
+def take(folder: Path, stems: str) -> list[PassFile]:
+    """Return the files of passes in `folder` whose stems match, and remove them. Waits for those that are
+    being written. A damaged one is logged.
+    """
+    until = time.monotonic() + _COMES_S
+    while any(folder.glob(f"{stems}{_COMING}")) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
     found = []
-    for path in sorted(folder.glob(pattern)):
+    for path in sorted(folder.glob(f"{stems}{records.SUFFIX}")):
         try:
             found.append(records.read_passes(path))
         except (OSError, RecordError) as error:

@@ -89,7 +89,7 @@ def begin(scheduler: Any, folder: Path) -> None:
 
 
 def end() -> None:
-    """Write the notes of a capture if it has ended."""
+    """Write the notes of a capture if it has ended, on a thread."""
     notes = _notes
     if notes is None or notes.folder is None or not (notes.folder / END).exists():
         return
@@ -98,7 +98,7 @@ def end() -> None:
         _leave()
     dp = _number(notes.scheduler, "dp_rank")
     stem = f"passes-dp{dp}-{socket.gethostname()}-pid{os.getpid()}"
-    passes.write(passes.encoded(log.file(dp)), folder, stem)
+    passes.write_apart(log.copy(dp=dp), folder, stem)
 
 
 def _note(scheduler: Any, log: PassLog, folder: Path | None) -> None:

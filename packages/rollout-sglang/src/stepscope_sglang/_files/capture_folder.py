@@ -17,7 +17,7 @@ import msgspec
 from stepscope.engines.artifacts import recorded_window
 from stepscope.engines.passes import take
 from stepscope.errors import EngineError
-from stepscope.files.passes import SUFFIX, PassFile
+from stepscope.files.passes import PassFile
 from stepscope_sglang._engine_side.passes import ALONE, ASK, END
 
 Stage: TypeAlias = Literal["prefill", "decode"]
@@ -199,7 +199,7 @@ class CaptureFolder:
 
     def passes(self) -> list[PassFile]:
         """Return the passes that the schedulers wrote, and remove their files."""
-        return take(self.path, f"*{SUFFIX}")
+        return take(self.path, "*")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -165,7 +165,7 @@ def _write(core: Any) -> None:
     folder = core.vllm_config.profiler_config.torch_profiler_dir
     if copy is not None and folder:
         stem = f"{prefix}_dp{dp_of(core.vllm_config)}_{socket.gethostname()}_pid{os.getpid()}"
-        passes.write(passes.encoded(copy.file(_named)), Path(folder), stem)
+        passes.write_apart(copy, Path(folder), stem, _named)
 
 
 class _Scheduled:
