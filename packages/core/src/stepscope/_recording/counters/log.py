@@ -1,4 +1,4 @@
-"""Counter file of one process for one capture. The sampler's thread writes it, at least once a second."""
+"""Counter file of one process for one capture. The sampling thread writes the file at least once a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from io import FileIO
 
 WRITE_NS = 900_000_000
-"""Longest time in ns that a sample stays in memory before it is written, less a tick of the sampler."""
+"""Smallest interval between two writes, in ns. With one tick of the sampler more, samples wait at most 1
+s."""
 MOST_SAMPLES = 100_000
 """Largest number of samples in one file: almost three hours at 10 Hz. Further samples are dropped and
 counted."""
@@ -29,16 +30,14 @@ _encode = msgspec.json.Encoder().encode_lines
 
 
 class CounterLog:
-    """The counter file of one capture. Its methods are called in the order `prepare`, `open`, `start`,
-    `close`.
-    """
+    """The counter file of one capture. Call its methods in the order `prepare`, `open`, `start`, `close`."""
 
     def __init__(
         self, path: Path, sampler: Sampler, *, process: ProcessInfo, step: int, run_id: str, hz: float
     ) -> None:
         self.path = path
         self.began = False
-        """True from `start` on."""
+        """True once `start` was called."""
         self.samples = 0
         """Number of samples written so far."""
         self.dropped = 0
@@ -51,21 +50,21 @@ class CounterLog:
         self._file: FileIO | None = None
         self._size = 0
         self._series = 0
-        """Number of series that the file already names."""
+        """Number of series that are already in the file."""
         self._until_ns = 0
         """Time of the last tick in the file."""
         self._written_ns = 0
         self._closing = False
 
     def prepare(self) -> None:
-        """Open the sources on the sampler's thread, because some import libraries. Raise nothing."""
+        """Open the counters on the sampling thread, because some import libraries. Never raise."""
         try:
             self.sampler.open()
-        except ours(RuntimeError) as error:  # the system has no thread for it
+        except ours(RuntimeError) as error:  # no more threads
             self.failed = describe(error)
 
     def open(self) -> None:
-        """Create the file. Failures are kept in `failed` and not raised."""
+        """Create the file. An error is stored in `failed` and not raised."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
@@ -73,7 +72,7 @@ class CounterLog:
             self.failed = describe(error)
 
     def start(self, anchor: ClockAnchor) -> None:
-        """Begin sampling at `anchor`, without waiting for the disk: the sampler's thread writes."""
+        """Begin sampling at `anchor`. The sampling thread writes, so the call does not wait for the disk."""
         if self._closing or self.failed is not None:
             return
         self.began = True
@@ -82,11 +81,11 @@ class CounterLog:
         self.sampler.ticked = self._ticked
         try:
             self.sampler.start(self._head.hz)
-        except ours(RuntimeError) as error:  # its thread ended, and another one is refused
+        except ours(RuntimeError) as error:  # the thread ended, and no other can start
             self.failed = describe(error)
 
     def close(self, anchor: ClockAnchor) -> None:
-        """End the sampling, and write the remaining samples and the end line."""
+        """End sampling, and write the remaining samples and the end line."""
         self._closing = True
         if not self.sampler.stop():
             self.failed = self.failed or "a counter did not answer while the capture was closed"
@@ -104,11 +103,11 @@ class CounterLog:
             self._file = None
 
     def _close_with_the_sampler(self) -> None:
-        """Close the file when the sampler's thread ends, because the thread may write until then."""
+        """Let the sampling thread close the file when it ends, because it may write until then."""
         file = self._file
         if file is not None:
             self.sampler.ended = file.close
-            if self.sampler.is_over:  # it ended meanwhile, and may not have seen this
+            if self.sampler.is_over:  # it ended meanwhile, perhaps before `ended` was set
                 file.close()
 
     def _end(self, file: FileIO, anchor: ClockAnchor) -> None:
@@ -133,7 +132,7 @@ class CounterLog:
             failures.note("writing counters", error)
 
     def _write(self, file: FileIO) -> None:
-        """Write the parts that the file does not have yet: the header, series, and ticks."""
+        """Write what the file does not have yet: the header, series and samples."""
         if not self._size:
             self._append(file, [self._head])
         ticks = self.sampler.between(self._until_ns, monotonic_ns())

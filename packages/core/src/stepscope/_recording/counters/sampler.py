@@ -1,7 +1,7 @@
-"""Sampler thread: asks sources for their values at a fixed rate, and keeps the latest in a bounded ring.
+"""A thread that samples counters at a fixed rate and keeps the latest values in a ring buffer.
 
-Sources are opened, sampled and closed only on this thread, so their imports cost the recorded code nothing
-but the GIL.
+Counters are opened, sampled and closed only on this thread, so that their imports do not delay the recorded
+code, except for the GIL.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from stepscope.files.counters import Series
 from stepscope.files.values import bounded
 
 TICKS = 3600
-"""Number of ticks that are kept: an hour at 1 Hz, six minutes at 10 Hz, or about 3 MB of one process'
-counters."""
+"""Number of ticks that are kept: an hour at 1 Hz, or six minutes at 10 Hz. About 3 MB for one process."""
 MOST_SERIES = 1000
-"""Largest number of series of one sampler; further ones are left out."""
+"""Largest number of series of one sampler; further series are left out."""
 _JOIN_S = 1.0
 _DUE = 0.9
-"""A source is due after this part of its interval: ticks are never exactly on time."""
+"""A counter is due after this fraction of its interval, because ticks are never exactly on time."""
 _SLOW_NS = 50_000_000
-"""A source whose last answer took longer gets no extra sample at the end, because the training waits for the
-end."""
+"""A counter whose last sample took longer is not sampled again at the stop, because the training waits for
+it."""
 
 
 def rounded(value: float) -> float:
-    """Return a value with three digits after the point, or with four digits if it is below 1."""
+    """Return a value rounded to three decimals, or to four significant digits if it is below 1."""
     return round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")
 
 
 class AbsentError(Exception):
-    """Raised if a source cannot be sampled here. The message is the reason; this is no failure of
-    stepscope.
+    """Raised by an opener whose counters cannot be sampled on this machine. The message is the reason. This
+    is not an error of stepscope.
     """
 
 
 Opener: TypeAlias = Callable[[], Iterable[CounterSource]]
-"""Returns the sources of one module, or none if the measured things do not exist here. Raises
+"""A function that returns counters, or none if their objects do not exist on this machine. May raise
 `AbsentError`."""
 
 
@@ -55,56 +54,57 @@ class Tick(NamedTuple):
     """The values sampled at one moment."""
 
     at_ns: int
-    """Time of the tick: CLOCK_MONOTONIC, ns."""
+    """Time of the tick, CLOCK_MONOTONIC in ns."""
     values: dict[int, float]
-    """{number in `Sampler.series`: value}."""
+    """{index in `Sampler.series`: value}."""
 
 
 _at_ns = attrgetter("at_ns")
 
 
 class Sampler:
-    """The sampler of one process. `start` and `stop` may be called again and again."""
+    """The sampler of one process. After `stop`, `start` may be called again."""
 
     def __init__(self, openers: Mapping[str, Opener], *, ticks: int = TICKS) -> None:
         """Args:
-        openers: {name: opener} of the sources. The name is used in `absent`.
+        openers: {name: opener}. Names are the keys of `absent`.
         """
         self.series: list[Series] = []
-        """Every series so far, by number."""
+        """All series so far; the index is the number of a series."""
         self.absent: dict[str, str] = {}
-        """{name: reason} of sources that cannot be sampled."""
+        """{name of an opener or counter that cannot be sampled: reason}."""
         self.since_ns = 0
-        """Time after which every tick is still kept; 0 until the first tick was dropped. One writer: the
+        """All ticks after this time are still kept; 0 if none was dropped yet. One writer: the sampling
         thread."""
         self.cpu_ns = 0
-        """CPU time of the sampler's thread so far, in ns."""
+        """CPU time of the sampling thread so far, in ns."""
         self.ticked: Callable[[], None] | None = None
-        """Called on the thread after each tick."""
+        """Called on the sampling thread after each tick."""
         self.ended: Callable[[], None] | None = None
-        """Called on the thread when it ends."""
+        """Called on the sampling thread when it ends."""
         self.is_over = False
-        """True once the thread has no more work, which is before `ended` is called."""
+        """True once the sampling thread has no more work. Set before `ended` is called."""
         self._openers = dict(openers)
         self._added: deque[tuple[str, Opener]] = deque()
         self._numbers: dict[tuple[str, str], int] = {}
         self._ticks: deque[Tick] = deque(maxlen=ticks)
         self._sources: list[CounterSource] = []
         self._due_ns: dict[int, int] = {}
-        """{id of a source: time at which its next sample is due}."""
+        """{id of a counter: time at which its next sample is due}."""
         self._slow: set[int] = set()
-        """Ids of sources whose last answer took longer than `_SLOW_NS`."""
+        """Ids of counters whose last sample took longer than `_SLOW_NS`."""
         self._period_ns = 0
         """Time between two ticks; 0 before `start`."""
-        # No Event: the handler of a signal that comes within its `set` could not call that again.
+        # Not an Event, because a signal handler that interrupts `Event.set` would deadlock if it called `set`
+        # too.
         self._wake = SimpleQueue[None]()
         self._is_asked = False
-        """True if the next sample is to be taken at once."""
+        """True if a sample is requested now."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Start the thread and open the sources, which may import libraries. `start` begins the sampling.
+        """Start the thread and open the counters, which may import libraries. `start` begins the sampling.
 
         Raises:
             RuntimeError: no thread can be started.
@@ -115,7 +115,7 @@ class Sampler:
         self._thread.start()
 
     def start(self, hz: float) -> None:
-        """Sample `hz` times a second from now on. A running sampler changes its rate.
+        """Sample `hz` times a second from now on. This may also change the rate of a running sampler.
 
         Raises:
             RuntimeError: no thread can be started.
@@ -126,12 +126,12 @@ class Sampler:
         self._wake.put(None)
 
     def add(self, name: str, opener: Opener) -> None:
-        """Open further sources now, and sample them until the next stop. May be called from any thread."""
+        """Open further counters now, and sample them until the next stop. May be called from any thread."""
         self._added.append((name, opener))
         self._wake.put(None)
 
     def stop(self, timeout_s: float = _JOIN_S) -> bool:
-        """Take a last sample and end the thread. Return False if a source still blocks the thread.
+        """Take a last sample and end the thread. Return False if a counter still blocks the thread.
         Idempotent.
         """
         self.end()
@@ -140,17 +140,17 @@ class Sampler:
             return True
         try:
             thread.join(timeout_s)
-        except ours(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+        except ours(RuntimeError):  # its start was interrupted; it ends once it runs
             pass
         return not thread.is_alive()
 
     def end(self) -> None:
-        """Let the thread take a last sample and end, without waiting for it."""
+        """Make the thread take a last sample and end, without waiting for it."""
         self._stopping = True
         self._wake.put(None)
 
     def catch_up(self, at_ns: int, timeout_s: float = 0.2) -> None:
-        """Take a sample now if the last one is from before `at_ns`, and wait for it, at most `timeout_s`."""
+        """If the last sample is older than `at_ns`, take another now and wait for it, at most `timeout_s`."""
         until = monotonic_ns() + timeout_s * 1e9
         while self._period_ns and (not self._ticks or self._ticks[-1].at_ns < at_ns):
             if self.is_over or self._stopping or monotonic_ns() > until:
@@ -164,13 +164,15 @@ class Sampler:
         return [tick for tick in tuple(self._ticks) if start_ns < tick.at_ns <= end_ns]
 
     def around(self, start_ns: int, end_ns: int) -> list[Tick]:
-        """Return the kept ticks from the last one before `start_ns` to the first one after `end_ns`."""
+        """Return the kept ticks from the last tick before `start_ns` to the first tick after `end_ns`."""
         ticks = tuple(self._ticks)
         first = max(0, bisect_right(ticks, start_ns, key=_at_ns) - 1)
         return list(ticks[first : bisect_left(ticks, end_ns, key=_at_ns) + 1])
 
     def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
-        """Return the mean of each series with a sample from `start_ns` to `end_ns`. Totals have none."""
+        """Return {series: mean of its samples between `start_ns` and `end_ns`}. Totals and series without
+        samples are left out.
+        """
         values: dict[int, list[float]] = defaultdict(list)
         for tick in self.between(start_ns, end_ns):
             for number, value in tick.values.items():
@@ -182,7 +184,7 @@ class Sampler:
         }
 
     def forget(self) -> None:
-        """Close the sources in a forked child, which has no sampler thread."""
+        """Close the counters in a forked child, which has no sampling thread."""
         self._close_sources()
 
     def _run(self) -> None:
@@ -211,19 +213,19 @@ class Sampler:
             began_ns = now_ns
             if last:
                 return
-            # A late tick is not made up for: a process that was stopped would be sampled in a burst.
+            # Late ticks are skipped, or a process that was stopped would later be sampled in a burst.
             due_ns = max(due_ns + self._period_ns, monotonic_ns())
             self._wait(due_ns)
 
     def _wait(self, due_ns: int) -> None:
-        """Wait until `due_ns`, or until the period becomes shorter or the sampler is ended."""
+        """Wait until `due_ns`, the stop, new counters, or a request for a sample."""
         while not self._stopping and (left_ns := min(due_ns - monotonic_ns(), self._period_ns)) > 0:
             try:
                 self._wake.get(timeout=left_ns / 1e9)
             except Empty:
                 return
             if self._open_added() or self._is_asked:
-                return  # the first values of new sources are of now
+                return  # sample now
 
     def _open_sources(self) -> None:
         self._due_ns.clear()
@@ -233,7 +235,7 @@ class Sampler:
         self._open_added()
 
     def _open_added(self) -> bool:
-        """Open the sources that were added, and return whether there were any."""
+        """Open counters that were added, and return whether there were any."""
         added = bool(self._added)
         while self._added:
             self._open(*self._added.popleft())
@@ -253,7 +255,7 @@ class Sampler:
         for source in sources:
             try:
                 source.close()
-            except ours():  # it has given its numbers
+            except ours():  # its samples are taken, so the error does not matter
                 pass
 
     def _tick(self) -> None:
@@ -287,7 +289,7 @@ class Sampler:
             (self._slow.add if monotonic_ns() - began_ns > _SLOW_NS else self._slow.discard)(id(source))
             values = dict[int, float]()
             for of, value in sampled.items():
-                number, value = self._number(source, of), float(value)  # numpy's numbers are no JSON
+                number, value = self._number(source, of), float(value)  # numpy numbers are not JSON
                 if number is not None and math.isfinite(value):
                     values[number] = rounded(value)
             return values
@@ -316,7 +318,7 @@ class Sampler:
 
 
 _samplers: set[Sampler] = set()
-"""Samplers whose threads run. Writers: this module's `Sampler`, and `_forget` in a forked child."""
+"""Samplers whose threads are running. Writers: `Sampler`, and `_forget` in a forked child."""
 
 
 def _forget() -> None:

@@ -1,6 +1,6 @@
 """The other processes of a capture: Ray workers and inference engines.
 
-A stop of a Ray worker calls `Participants.stop`, `ray_fleet.RayFleet.stop` and `ray_fleet.Worker.stop` in
-this process, then `in_actor.stop_here` and `worker_side.stop_worker` in the worker's. A start takes the same
-path.
+To stop a Ray worker, `Participants.stop` calls `ray_fleet.RayFleet.stop`, which calls
+`ray_fleet.Worker.stop`. In the worker's process, `in_actor.stop_here` then calls `worker_side.stop_worker`. A
+start takes the same path.
 """

@@ -1,4 +1,4 @@
-"""The inference engines of one capture, which are started and stopped concurrently, each with its own
+"""The inference engines of one capture. They are started and stopped concurrently, each with its own
 deadline.
 """
 
@@ -40,16 +40,16 @@ from stepscope.files.sidecar import Artifact
 
 
 class EngineOutcomes:
-    """Outcomes of replicas, as expectations `replica N` in the owner's part of the manifest."""
+    """Outcomes of replicas, which are entered as `replica N` into the owner's part of the manifest."""
 
     def __init__(self, layout: StepLayout, manifest_part: ManifestPart) -> None:
         self._layout = layout
         self._manifest_part = manifest_part
         self._elsewhere: set[str] = set()
-        """Labels of engines that announced files which are not on this host and may still be fetched."""
+        """Labels of engines with files that are not on this host and may still be fetched."""
 
     def look_again(self) -> None:
-        """Record the files that were on another host when the engine stopped, and have been fetched since."""
+        """Check again for files that were on another host when the engine stopped."""
         for item in self._manifest_part.record.expected:
             if item.name in self._elsewhere:
                 reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
@@ -64,7 +64,7 @@ class EngineOutcomes:
                 )
 
     def await_late_files(self, label: str, reason: str) -> None:
-        """Record that a stop failed or took too long, and that its files may still come."""
+        """Record that a stop failed or took too long, and that the engine's files may still come."""
         reason = f"{reason}; {AWAITED['late']}"
         self._manifest_part.expect(
             Expectation(name=label, kind="engine", state="pending", pending="late", reason=reason)
@@ -74,20 +74,20 @@ class EngineOutcomes:
         self._manifest_part.expect(self._outcome(label, tuple(artifacts), ignored))
         for artifact in artifacts:
             path = self._layout.root / artifact.path
-            # Its sidecar may lie on another host's own disk.
+            # The sidecar may be on a disk of another host.
             if sidecar_of(path).exists():
                 pipeline.artifact_done(path, None, self._manifest_part)
 
     def enter_late_stop(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
-        """Record the outcome of a stop that ended after its deadline, and write this part and the
-        manifest.
+        """Record the outcome of a stop that ended after its deadline, and write the part and the manifest
+        again.
         """
         try:
             artifacts = stopped.result()
         except ours() as error:
             self._manifest_part.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
         else:
-            # Not the profiler's `ignored`: that may be of a later capture.
+            # Not `profiler.ignored`, which may belong to a later capture.
             ignored = {k: v for artifact in artifacts for k, v in artifact.ignored.items() if k != LATE}
             self.enter(label, artifacts, ignored)
         self._manifest_part.write()
@@ -112,8 +112,8 @@ class EngineOutcomes:
         return of_engine(label, artifacts, ignored, trouble, pending)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
-        """Return a reason that names the absent files and the place to look (a host's own disk may have the
-        same path), or None if all files are here.
+        """Return a reason that names the files that are not on this host, and their host; None if all files
+        are here.
         """
         absent = [artifact for artifact in artifacts if not (self._layout.root / artifact.path).exists()]
         if not absent:
@@ -125,18 +125,18 @@ class EngineOutcomes:
 
 
 ROLE = "rollout"
-"""The role whose `ranks` and `engine` options apply to engines."""
+"""The role whose settings (`ranks`, `engine`) apply to engines."""
 _LONG_STOP_S = 108.0
-"""The longest stop of an engine's profiler that users have reported."""
+"""Longest stop of an engine's profiler that users have reported."""
 _GRACE_S = 1.0
 """Longest wait for a cancelled stop to end."""
 _late_stops: set[asyncio.Future[list[Artifact]]] = set()
-"""Stops that passed their deadline, on the private loop. Writers: `EngineGroup`, each stop at its end, and a
-forked child."""
+"""Stops that are still running after their deadline, on the private loop. Writers: `EngineGroup`, each stop
+at its end, and a forked child."""
 
 
 def warn_of_long_stops(config: ProfileConfig) -> None:
-    """Warn once that stops may take long, before any engine is started."""
+    """Warn once, before engines are started, if their stops may take longer than their deadline."""
     match = config.role(ROLE)
     bounded = match is not None and match[1].engine.iterations.count is not None
     heavy = config.torch.with_stack or config.torch.profile_memory
@@ -160,8 +160,8 @@ class EngineGroup:
         self.outcomes = EngineOutcomes(session.layout, session.manifest_part)
 
     async def start(self, deadline_s: float) -> None:
-        """Start the selected replicas concurrently. A replica that fails or hangs delays this by at most its
-        deadline.
+        """Start the selected replicas concurrently. A replica that hangs delays the others by at most
+        `deadline_s`.
         """
         self._say_unreachable_ranks()
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
@@ -171,7 +171,7 @@ class EngineGroup:
         try:
             await _give_up_late_stops()
             full = await own_thread(self._session.over_budget) if selected else None
-        except ours() as error:  # of the disk, or of a process that may have no more threads
+        except ours() as error:  # a disk error, or no more threads
             failures.note("looking for room before a capture", error)
         if full is not None:
             for profiler in selected:
@@ -180,14 +180,14 @@ class EngineGroup:
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop the replicas that started, concurrently. If cancelled, the remaining ones are left to a second
-        call.
+        """Stop the replicas that started, concurrently. After a cancellation, a second call stops the
+        remaining replicas.
         """
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
 
     def _say_unreachable_ranks(self) -> None:
         if identity.place()[1] > 1:
-            return  # other processes have the other replicas
+            return  # other processes have other replicas
         sizes = [(_number(profiler), profiler.world_size) for profiler in self._profilers]
         for rank, reason in selection.unreachable_in_engines(self._config, ROLE, sizes).items():
             self._manifest_part.lack(f"{ROLE} rank {rank}", reason, kind="selection")
@@ -200,23 +200,24 @@ class EngineGroup:
 
     async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
-        waited_s.set(deadline_s)  # in the task that this is
-        # Listed before the start returns: a capture cancelled meanwhile must stop this one too.
+        waited_s.set(deadline_s)  # for this asyncio task only
+        # Added before the start returns, so that a capture that is cancelled meanwhile stops this engine too.
         self._started.append(profiler)
         try:
             await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
         except ours() as error:
             self._manifest_part.fail(label, _why("start", error, deadline_s), kind="engine")
             return
-        if profiler not in self._started:  # it was told to stop before it had started: it is told again
+        if profiler not in self._started:  # a stop came before the start had ended: stop again later
             self._started.append(profiler)
         self._manifest_part.expect(awaited(label, "engine", "closing"))
 
     async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
-        # One that did not is stopped to leave nothing behind, and why it did not is what is worth knowing.
+        # An engine whose start failed is stopped too, to clean up, but its manifest entry keeps the reason of
+        # the failed start.
         started = self._manifest_part.state(label) != "failed"
-        waited_s.set(deadline_s)  # in the task that this is
+        waited_s.set(deadline_s)  # for this asyncio task only
         stopping = asyncio.ensure_future(close_window(profiler))
         try:
             await asyncio.wait({stopping}, timeout=deadline_s)
@@ -234,7 +235,7 @@ class EngineGroup:
     def _await_late(
         self, label: str, stopping: asyncio.Future[list[Artifact]], deadline_s: float, started: bool
     ) -> None:
-        """Let a stop go on after its deadline. The adapter writes its files and sidecars in any case."""
+        """Let a stop continue after its deadline, and record its outcome later."""
 
         def ended(stopped: asyncio.Future[list[Artifact]]) -> None:
             _late_stops.discard(stopped)
@@ -269,11 +270,11 @@ class EngineGroup:
 
 
 def check_capture(config: ProfileConfig, profiler: EngineProfiler, run_id: str) -> Mapping[str, str]:
-    """Return {option: reason} for options without effect on captures of a replica; empty if it takes no part.
-    May block.
+    """Return {option: reason} of options that have no effect on captures of a replica; empty if the replica
+    is not selected. May block.
 
     Raises:
-        EngineError: the replica cannot record such captures at all.
+        EngineError: the replica cannot record with these options.
     """
     if _unselected(config, profiler) is not None:
         return {}
@@ -311,8 +312,8 @@ def _capture_of(
 
 
 async def _give_up_late_stops() -> None:
-    """Cancel stops that still run, before a capture starts its engines. Their adapters go on, and readers
-    find the files.
+    """Cancel late stops before a capture starts its engines. Adapters still write the files, and readers find
+    them.
     """
     stops = tuple(_late_stops)
     for stop in stops:
@@ -322,13 +323,13 @@ async def _give_up_late_stops() -> None:
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
-    """Read the error of a stop. asyncio logs errors of tasks that nothing reads."""
+    """Read the exception of a stop, or asyncio would log that it was never retrieved."""
     if stopped.done() and not stopped.cancelled():
         stopped.exception()
 
 
 async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> None:
-    await own_thread(profiler.check)  # it may block
+    await own_thread(profiler.check)  # on a thread, because it may block
     await open_window(profiler, capture)
 
 
@@ -341,9 +342,9 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
 
 
 def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
-    """Return the reason why a replica takes no part, or None if it does.
+    """Return the reason why a replica is not selected, or None if it is.
 
-    Replica r of size n owns global ranks [r*n, (r+1)*n).
+    Replica r of size n has the global ranks [r*n, (r+1)*n).
     """
     match = config.role(ROLE)
     if match is None:
@@ -357,7 +358,7 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
     if ranks == "first":
         return None if number == 0 else f"roles.{pattern} selects the first rank, which is on replica 0"
     if size is None:
-        return None  # the adapter surfaces the wanted ranks once it knows its own
+        return None  # the adapter selects ranks itself
     first = number * size
     if any(first <= rank < first + size for rank in ranks):
         return None
@@ -365,7 +366,7 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
 
 
 def _number(profiler: EngineProfiler) -> int:
-    """Return the replica's number, which `profilers_of` has set."""
+    """Return the number of the replica, which `profilers_of` has set."""
     return 0 if profiler.replica is None else profiler.replica
 
 

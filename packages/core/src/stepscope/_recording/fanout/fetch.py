@@ -1,8 +1,8 @@
-"""Transfer of recordings from hosts that share no folder with the owner.
+"""Transfer of recordings from hosts that do not share the folder with the owner.
 
-A worker that does not see the owner's part of the manifest when its capture opens is *apart*. Its complete
-files are fetched in pieces, through the same kind of calls that started it. Its part of the manifest comes
-last, so a process whose part is here has all of its files here.
+A worker is *apart* if it does not see the owner's part of the manifest when its capture opens. Its complete
+files are fetched in pieces by Ray calls, and its part of the manifest last. So if the part of a process is
+here, all its files are here.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from stepscope._recording.session.session import Session
 
 _KEPT = 256
-"""Largest number of captures whose files a worker keeps until they are fetched. The limit is needed because
-an owner that has died never releases files; it is larger than any queue of finish work."""
+"""Largest number of captures that a worker remembers until their files are fetched. Without a limit, captures
+of an owner that has died would be remembered for ever."""
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a worker's host."""
+    """A file on the host of a worker."""
 
     path: str
-    """The path in the step's folder."""
+    """Path of the file, relative to the step's folder."""
     size_bytes: int
 
 
-# In the worker.
+# Functions that run in the worker.
 
 _sessions: dict[str, Session] = {}
-"""{capture id: session}, the oldest first. Only `keep` and `release` change it."""
+"""{capture id: session}, the oldest first. Writers: `keep` and `release`."""
 _given_up: deque[str] = deque(maxlen=_KEPT)
-"""Ids of captures that were dropped because of that limit. One writer: `keep`."""
+"""Ids of captures that were dropped because of `_KEPT`. One writer: `keep`."""
 
 
 def keep(session: Session) -> None:
-    """Keep the session's files until they are released, because the owner will ask for them."""
+    """Remember the session until `release`, because the owner will fetch its files."""
     _sessions[session.capture_id] = session
     while len(_sessions) > _KEPT:
         oldest = next(iter(_sessions))
@@ -55,21 +55,21 @@ def keep(session: Session) -> None:
 
 
 def release(capture_id: str) -> None:
-    """Forget a capture, because the owner has all of its files or does not want them."""
+    """Forget a capture whose files were fetched or are not wanted."""
     _sessions.pop(capture_id, None)
 
 
 def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
-    """Return the files that this process, and an engine on its host, wrote. Its manifest part is last.
+    """Return the files of this process, and of engines on its host. The part of the manifest is last.
 
     Args:
-        engine_files: Paths in the step's folder, as the engine named them. Missing files are left out.
+        engine_files: Paths of an engine's files, relative to the step's folder. Missing files are left out.
 
     Returns:
-        The files. The part is missing if it could not be written to the disk; see `Home.is_part`.
+        The files, without the part if it could not be written.
 
     Raises:
-        EngineError: this process knows of no such capture, or has not closed it.
+        EngineError: this process does not know the capture, or has not closed it.
     """
     session = _session(capture_id)
     layout, part = session.layout, session.manifest_part.record
@@ -91,7 +91,7 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
 
 
 def piece_of(capture_id: str, path: str, offset: int) -> bytes:
-    """Return at most `PIECE` bytes of a file of a capture, from `offset` on.
+    """Return up to `PIECE` bytes of a file, starting at `offset`.
 
     Raises:
         EngineError: this process does not know the capture.
@@ -120,30 +120,30 @@ def _below(path: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names))
 
 
-# In the owner.
+# Functions that run in the owner.
 
 
 class Home:
-    """The owner's folder of one step, where fetched files are put once they are complete."""
+    """The step's folder on the owner's host, into which files are fetched."""
 
     def __init__(self, layout: StepLayout, config: ProfileConfig) -> None:
         self._layout = layout
         self._config = config
 
     def path_of(self, path: str) -> Path:
-        """Return the local path of a path in the step's folder."""
+        """Return the local path of `path`, which is relative to the step's folder."""
         return _within(self._layout, path)
 
     def is_part(self, file: Remote) -> bool:
-        """Return whether a file is a process' part of the manifest."""
+        """Return whether `file` is a part of the manifest."""
         return self.path_of(file.path).parent == self._layout.processes
 
     def begin(self, file: Remote) -> Arrival | str | None:
-        """Begin receiving a file. Blocks.
+        """Begin to receive a file. May block.
 
         Returns:
-            The arrival; or the reason why a trace is not fetched; or None if the file has appeared here
-            meanwhile, on a slow shared disk.
+            The arrival; or the reason why a trace is not fetched; or None if the file is here already (a slow
+                shared disk).
         """
         path = self.path_of(file.path)
         if path.exists():
@@ -153,10 +153,10 @@ class Home:
 
 
 def _within(layout: StepLayout, path: str) -> Path:
-    """Return the absolute path of `path` in the step's folder.
+    """Return the absolute path of `path`, which is relative to the step's folder.
 
     Raises:
-        EngineError: `path` leads out of the step's folder.
+        EngineError: `path` is not within the step's folder.
     """
     root = layout.root.resolve()
     target = (root / path).resolve()

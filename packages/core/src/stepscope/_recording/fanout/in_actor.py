@@ -1,4 +1,4 @@
-"""Calls of a capture that run in the processes of its Ray actors."""
+"""Functions that run in the processes of a capture's Ray actors."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ from stepscope.files.storage.atomic import boot_id
 T = TypeVar("T")
 
 _turn = threading.Lock()
-"""Lock for preparing, starts and stops, because threaded and async actors run calls concurrently, in any
-order."""
+"""Lock for prepare, start and stop, because threaded and async actors run calls concurrently."""
 
 
 class Sent:
-    """A request on its way: the worker gets `request` itself.
+    """A wrapper in which a request is sent. Unpickling returns the request itself.
 
-    Its configuration is pickled once for all workers, and a worker reads it once for all requests: reading
-    it checks it, which takes longer than all else in a request.
+    The configuration is pickled once for all workers and unpickled once for all requests, because unpickling
+    checks it, which takes longer than everything else.
     """
 
     def __init__(self, request: WorkerRequest) -> None:
@@ -50,7 +49,7 @@ class Sent:
 
 
 _sent: tuple[ProfileConfig, bytes] | None = None
-"""The configuration that was sent last, and its pickle. One writer: `_pickled`."""
+"""(last configuration that was sent, its pickle), or None. One writer: `_pickled`."""
 _read = lru_cache(maxsize=4)(pickle.loads)
 
 
@@ -70,10 +69,10 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
     """Open the capture in this process.
 
     Args:
-        expires_ns: Time on this machine's wall clock after which the start must not happen.
+        expires_ns: Unix time in ns, on this machine's clock, after which the capture must not start.
 
     Returns:
-        The answer, and the id of this machine's boot.
+        The answer, and `boot_id()` of this machine.
 
     Raises:
         EngineError: the start has expired.
@@ -94,10 +93,10 @@ def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
 
 
 def renew_methods(instance: object) -> None:
-    """Let calls from other processes reach methods that were instrumented after the actor was made.
+    """Make calls from other processes use methods that were instrumented after the actor was created.
 
-    Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the functions that the class had when the actor
-    was made, each in a closure, and never reads the class again.
+    Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the original functions of the class in closures
+    and does not read the class again.
     """
     try:
         import ray
@@ -115,7 +114,7 @@ def renew_methods(instance: object) -> None:
 
 
 def stop_here(instance: object, request: StopRequest) -> tuple[bool, int]:
-    """Close the capture in this process. Return whether it was open, and the id of the process."""
+    """Close the capture in this process. Return whether it was open, and the process id."""
     with _turn:
         return stop_worker(request), os.getpid()
 
@@ -125,5 +124,5 @@ async def drain_here(instance: object, timeout_s: float) -> list[str]:
 
 
 def call_here(instance: object, fn: Callable[..., T], *args: object) -> T:
-    """Call a function that does not use the actor's object."""
+    """Call a function that does not use the actor's instance."""
     return fn(*args)

@@ -1,6 +1,6 @@
 """The other processes of a capture: its workers and its engines, started and stopped concurrently.
 
-The types of workers and engines that `capture` and `prepare` take are here too.
+The types of the arguments `workers` and `engines` of `capture` and `prepare` are here too.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from stepscope.files.manifest.records import Absent, Expectation, State, awaited
 
 
 class WorkerHandle(Protocol):
-    """A handle to a worker in another process: what `Class.remote(...)` of Ray returns."""
+    """A handle of a worker in another process, as Ray's `Class.remote(...)` returns it."""
 
     @property
     def _actor_id(self) -> object: ...
 
 
 class HasWorkers(Protocol):
-    """A worker group that keeps its handles, such as verl's `RayWorkerGroup`."""
+    """A worker group with handles, such as verl's `RayWorkerGroup`."""
 
     @property
     def workers(self) -> Sequence[WorkerHandle] | Mapping[int, WorkerHandle]: ...
 
 
 class HasActors(Protocol):
-    """A manager that keeps its handles, such as RLlib's `FaultTolerantActorManager`."""
+    """A manager with handles, such as RLlib's `FaultTolerantActorManager`."""
 
     @property
     def _actors(self) -> Sequence[WorkerHandle] | Mapping[int, WorkerHandle]: ...
@@ -52,28 +52,27 @@ class HasActors(Protocol):
 WorkerGroup: TypeAlias = (
     WorkerHandle | Sequence[WorkerHandle] | Mapping[int, WorkerHandle] | HasWorkers | HasActors
 )
-"""Workers of one role: a handle, handles in rank order, {number: handle}, or an object that keeps handles."""
+"""Workers of one role: a handle, handles in rank order, {number: handle}, or an object that has handles."""
 Workers: TypeAlias = WorkerGroup | Mapping[str, object]
 """Workers of one role, or {role: workers}. mypy reads `{"a": [x], "b": x}` as a mapping to objects."""
 Engines: TypeAlias = EngineProfiler | str | Sequence[object] | object
-"""One engine of an installed adapter, its profiler, an adapter's name, or several of these in replica
+"""An engine of an installed adapter, its profiler, the name of an adapter, or several of these in replica
 order."""
 
 
 def profilers_of(engines: object) -> list[EngineProfiler]:
-    """Return one profiler per replica, numbered in the order given.
+    """Return one profiler for each replica, numbered in the given order.
 
-    Processes that a launcher (torchrun) started number their engines consecutively: each has its own engines,
-    unless several processes hold a replica together.
+    Processes that a launcher (torchrun) started have different engines, so their numbers continue from
+    process to process, unless several processes form one replica.
 
     Args:
-        engines: As `capture` takes them; the name of an adapter stands for the engines of its kind in this
-            process.
+        engines: The argument of `capture`. The name of an adapter means its engines in this process.
 
     Raises:
-        ConfigError: two engines have the same replica number, a name stands for no engine, or an engine is a
-            Ray actor.
-        EngineError: no installed adapter recognises one of the engines.
+        ConfigError: two engines have the same replica number, this process has no engine of a named adapter,
+            or an engine is a Ray actor.
+        EngineError: no installed adapter knows an engine.
     """
     items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
     given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]
@@ -114,7 +113,7 @@ def _recognised(engine: object, replica: int) -> EngineProfiler:
 
 
 def _owned(name: str) -> Sequence[object]:
-    """Return the engines of this process that an adapter's name stands for."""
+    """Return the engines of the adapter `name` in this process."""
     objects = "the engine objects, RayRollout(actor) for those in Ray actors"
     if "://" in name:
         raise ConfigError(
@@ -142,25 +141,25 @@ T = TypeVar("T")
 
 
 class Participants:
-    """Workers and engines of one capture. Their outcomes are recorded in the manifest, and no failure is
+    """Workers and engines of one capture. Errors of workers and engines are recorded in the manifest and not
     raised.
     """
 
     _session: Session
-    """The owner's session. `join` sets this field and `_group`."""
+    """The owner's session, set by `join`, as `_group` is."""
     _group: EngineGroup
 
     def __init__(self, workers: object, engines: object, *, checked: bool = False) -> None:
         """Args:
-            checked: True if the run's first capture has checked these arguments. An error is then recorded,
-                not raised.
+            checked: True if the arguments were checked at the run's first capture. An error is then recorded
+                and not raised.
 
         Raises:
             ConfigError, EngineError: a worker or an engine is of an unknown kind.
         """
         self._checked = checked
         self._wrong: dict[str, str] = {}
-        """{argument: reason why it is left out}."""
+        """{argument that is left out: reason}."""
         self.profilers = self._taken("engines", partial(profilers_of, engines), engines is not None) or []
         recorded = {
             profiler.replica or 0: profiler.workers for profiler in self.profilers if profiler.workers
@@ -168,12 +167,14 @@ class Participants:
         is_fleet = workers is not None or bool(recorded)
         self.fleet = self._taken("workers", partial(load_fleet, workers, recorded), is_fleet)
         self.apart: list[str] = []
-        """Names of workers whose files have to be fetched, because they write to a folder that this process
-        does not see."""
+        """Names of workers whose files must be fetched, because they write to a folder that this process does
+        not see."""
         self._released = False
 
     def _taken(self, argument: str, take: Callable[[], T], is_given: bool) -> T | None:
-        """Return the result of `take` for an argument, or None if the argument is not given, or left out."""
+        """Return the result of `take` for an argument, or None if the argument is not given or is left
+        out.
+        """
         try:
             return take() if is_given else None
         except ours(ConfigError, EngineError) as error:
@@ -183,8 +184,8 @@ class Participants:
             return None
 
     def join(self, session: Session) -> None:
-        """Connect workers and engines to the owner's session. Record arguments that could not be used as
-        failed, with the reason.
+        """Connect the participants to the owner's session, and record arguments that are left out as
+        failed.
         """
         for argument, reason in self._wrong.items():
             session.manifest_part.fail(
@@ -195,18 +196,18 @@ class Participants:
         self._session, self._group = session, EngineGroup(self.profilers, session)
 
     async def start(self) -> None:
-        """Start all participants, and return once each has begun, failed, or used up its deadline."""
+        """Start all participants, and return once each has begun, has failed, or has reached its deadline."""
         deadline_s = self._session.config.budget.fanout_seconds
         await asyncio.gather(self._start_workers(deadline_s), self._group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
-        """Stop all participants that began, may have begun, or answered too late."""
+        """Stop all participants that have begun or may have begun."""
         await asyncio.gather(self._stop_workers(request, deadline_s), self._group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
-        """Fetch the files of workers that are apart, and of engines on their hosts."""
+        """Fetch the files of workers in `apart`, and of engines on their hosts."""
         session, manifest_part = self._session, self._session.manifest_part
-        self._group.outcomes.look_again()  # a shared disk may lag
+        self._group.outcomes.look_again()  # a shared disk may be slow
         if self.fleet is None:
             return
         home = Home(session.layout, session.config)
@@ -218,7 +219,7 @@ class Participants:
         fetched = [name for name in self.apart if manifest_part.state(files_of(name)) == "ok"]
         if len(fetched) < len(self.apart) or remote:
             for outcome in await self.fleet.gather(session.capture_id, files, home, left_s):
-                if outcome.name not in fetched:  # else it was asked for an engine's files; its own are here
+                if outcome.name not in fetched:  # else only an engine's files were fetched from it
                     _enter_fetched(manifest_part, outcome)
             self._group.outcomes.look_again()
             manifest_part.write()
@@ -228,8 +229,8 @@ class Participants:
         self._release(home)
 
     def _release(self, home: Home) -> None:
-        """Let the workers forget the capture, once all files are here and no engine's files may still
-        come.
+        """Tell the workers to forget the capture, once all files are here and no late files of engines are
+        expected.
         """
         manifest_part = self._session.manifest_part
         (part,) = with_late_files(self._session.layout, [manifest_part.record])
@@ -244,7 +245,7 @@ class Participants:
             self.fleet.release(self._session.capture_id)
 
     def taking_part(self) -> dict[str, str]:
-        """Return {worker or replica: `began`, or the reason why it takes no part}, after the start."""
+        """Return {worker or replica: `began`, or the reason why it did not begin}."""
         part = self._session.manifest_part.record
         answers = dict.fromkeys((*part.began.values(), *self.apart), "began")
         answers |= {absent.name: absent.reason for absent in part.absent}
@@ -279,7 +280,7 @@ class Participants:
 
 
 def files_of(name: str) -> str:
-    """Return the manifest's name for the files of a worker that is apart."""
+    """Return the manifest's name for the files of a worker in `apart`."""
     return f"files of {name}"
 
 

@@ -1,8 +1,8 @@
-"""Captures sent to Ray actors, whose classes need no change.
+"""Captures in Ray actors, whose classes need no change.
 
-All workers are called at once, each with its own deadline. A start expires at the deadline on the worker's
-clock, so that a busy worker does not start late. The first call only reads that clock, unless the worker is
-known to be on this machine.
+All workers are called concurrently, each with its own deadline. A start also carries the deadline as a time
+on the worker's clock, so that a busy worker does not start late. A first call reads the worker's clock,
+unless the worker is known to be on this machine.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=WorkerRequest)
 
 _EXCHANGES = 3
-"""Number of short exchanges after a start or stop, by which clocks are compared: the fastest one counts."""
+"""Number of short calls after a start or stop to compare clocks. The fastest call counts."""
 _CLOCK_S = 0.1
-"""Deadline of all these exchanges: a worker that has become busy is not waited for."""
+"""Deadline of these calls together, so that a busy worker does not delay the capture."""
 
 
 _here: set[str] = set()
-"""Ids of actors that were on this machine at their last answer, so that their wall clock is this one. One
+"""Ids of actors that were on this machine at their last answer, so that they have the same wall clock. One
 writer: `Worker`."""
 
 
@@ -63,29 +63,29 @@ class Begun(NamedTuple):
 
 
 class Worker:
-    """One actor of a capture. Its errors become outcomes; only a cancellation is raised."""
+    """One actor of a capture. Errors become outcomes; only a cancellation is raised."""
 
     def __init__(self, actor: ActorHandle[Any], role: str | None, position: int, world_size: int) -> None:
         self.actor_id: str = actor._actor_id.hex()
         self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
         self.begun: Begun | None = None
         self.in_doubt = False
-        """True if the worker's start was cancelled before its answer, so that it may have begun."""
+        """True if the start was cancelled before the worker answered, so that it may have begun."""
         self.spans_only: str | None = None
         self.replica: int | None = None
-        """Number of the inference replica that the worker belongs to, or None."""
+        """Number of the worker's inference replica, or None."""
         self._role = role
         self._position = position
         self._world_size = world_size
         self._line = ActorLine(actor)
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
-        if self.spans_only is not None and not request.record_only:  # its engine's own check does it
+        if self.spans_only is not None and not request.record_only:  # the check of its engine is enough
             return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
         outcome = await self._within(deadline_s, "prepare", self._prepare(self._addressed(request)))
         if not request.record_only or outcome.process is None:
             return outcome
-        # The flight recorder places the spans of other hosts by what is measured here.
+        # The flight recorder converts times of other hosts with this clock offset.
         return await self._compared(outcome, outcome.process, f"_{gethostname()}_pid" in outcome.process)
 
     async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
@@ -97,7 +97,7 @@ class Worker:
         return await self._with_clock(outcome)
 
     def _addressed(self, request: R) -> R:
-        """Return the request with the fields that identify this worker."""
+        """Return a copy of the request with the fields that identify this worker."""
         return msgspec.structs.replace(
             request,
             role=self._role or request.role,
@@ -107,7 +107,9 @@ class Worker:
         )
 
     def take_back(self, capture_id: str, reason: str) -> None:
-        """End the capture that the worker has begun, or may still begin."""
+        """Discard the capture that the worker has begun or may still begin, without waiting for the
+        worker.
+        """
         self.begun = None
         self._line.tell(in_actor.stop_here, StopRequest(capture_id=capture_id, discard=reason))
 
@@ -116,7 +118,7 @@ class Worker:
         return await self._with_clock(outcome)
 
     async def drain(self, timeout_s: float) -> WorkerOutcome:
-        # The worker keeps to the time by itself; the extra second is for its answer.
+        # The worker itself observes `timeout_s`; the extra second is for its answer.
         return await self._within(timeout_s + 1, "writing its files", self._drain(timeout_s))
 
     async def gather(
@@ -126,7 +128,7 @@ class Worker:
             left = await self._fetch(capture_id, engine_files, home, left_s)
         except asyncio.TimeoutError:
             return self._outcome("failed", f"not fetched in time; its files are on {self.host}")
-        except (EngineError, OSError, RuntimeError) as error:  # the last: no threads at an interpreter's end
+        except (EngineError, OSError, RuntimeError) as error:  # RuntimeError: no threads at exit
             return self._outcome("failed", f"{error}; the files that were not fetched are on {self.host}")
         return self._outcome("ok") if left is None else self._outcome("failed", left)
 
@@ -140,9 +142,9 @@ class Worker:
     async def _fetch(
         self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
     ) -> str | None:
-        """Return the reason why a file was left on its host, or None if all files are here."""
+        """Fetch the files. Return None if all files are here, else the reason why a file is not."""
         unwritten = ["everything"]
-        while unwritten and left_s() > 0:  # short waits: the time left may shrink
+        while unwritten and left_s() > 0:  # in short waits, because `left_s` may shrink
             unwritten = await asyncio.wait_for(
                 self._line.call(in_actor.drain_here, min(1.0, left_s())), left_s() + 1
             )
@@ -183,7 +185,7 @@ class Worker:
     async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
         now_ns = time.time_ns()
         if self.actor_id in _here:
-            _here.remove(self.actor_id)  # until it answers: it may have restarted elsewhere
+            _here.remove(self.actor_id)  # added again once it answers, as it may have moved
         else:
             await self._line.ask(present)
             now_ns = self._line.stamps[-1].answered_ns
@@ -198,14 +200,14 @@ class Worker:
         return dataclasses.replace(self._outcome("ok"), apart=answer.apart)
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
-        # After a timeout here it goes on in the worker, which is then ready for a later step.
+        # After a timeout, the call continues in the worker, which is then prepared for a later step.
         answer = await self._line.call(in_actor.prepare_here, Sent(request), keep=True)
         outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
         process = None if answer.recorder is None else answer.recorder.key
         return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings, process=process)
 
     async def _stop(self, request: StopRequest) -> WorkerOutcome:
-        # After a timeout here it goes on in the worker: a late stop still closes.
+        # After a timeout, the call continues in the worker, which then still closes its capture.
         was_open, pid = await self._line.call(in_actor.stop_here, request, keep=True)
         if not was_open and self.begun is not None and self.begun.process.pid != pid:
             return self._outcome("missing", "the actor restarted: what it had recorded is lost")
@@ -233,15 +235,15 @@ class Worker:
             return self._outcome("failed", f"{what}: {error}")
 
     async def _with_clock(self, outcome: WorkerOutcome) -> WorkerOutcome:
-        """Add the worker's clock to its outcome. A worker that answered in time never fails because of
-        this.
+        """Add the worker's clock offset to its outcome. An error in the measurement does not change the
+        state.
         """
         if self.begun is None or outcome.state != "ok":
             return outcome
         return await self._compared(outcome, self.begun.process.key, self.begun.here)
 
     async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
-        """Add the clock of a process to the worker's outcome. `here` is True if the process is on this
+        """Add the clock offset of a process to the worker's outcome. `here` is True if the process is on this
         machine.
         """
         now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
@@ -250,7 +252,7 @@ class Worker:
             with suppress(asyncio.TimeoutError, EngineError):
                 await asyncio.wait_for(self._exchange(), _CLOCK_S)
             estimate = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
-        self._line.stamps.clear()  # the next comparison takes new ones
+        self._line.stamps.clear()  # the next comparison needs new exchanges
         if estimate is None:
             return outcome
         clock = ClockOffset(
@@ -277,19 +279,19 @@ def _brief(actor: ActorHandle[Any]) -> str:
 
 
 _LISTS = ("workers", "_workers", "actors", "_actors")
-"""Attributes in which worker groups keep their handles: `workers` in verl, `_actors` in RLlib's manager."""
+"""Attributes of worker groups that have handles: `workers` in verl, `_actors` in RLlib."""
 _BY_ITS_ENGINE = "the profiler of the engine in it records this process"
 
 
 def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> RayFleet:
-    """Return the fleet of `workers`.
+    """Return the fleet of `workers` and `engine_workers`.
 
     Args:
         workers: The argument of `capture(workers=)`, or None.
-        engine_workers: {replica: workers that an engine's own profiler records}. These record only spans.
+        engine_workers: {replica: workers that the engine's own profiler records}. They record only spans.
 
     Raises:
-        ConfigError: these are no workers.
+        ConfigError: `workers` contains something else than workers.
     """
     fleet = fleet_of(workers, engine_workers or {})
     if fleet is not None:
@@ -303,17 +305,17 @@ def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] |
 def fleet_of(
     workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None
 ) -> RayFleet | None:
-    """Return the fleet of `workers` and `engine_workers`, or None if these are not Ray's.
+    """Return the fleet of `workers` and `engine_workers`, or None if they are not Ray actors.
 
     Args:
-        workers: An actor handle, a sequence of them in rank order, a {number: handle}, an object that keeps
-            one of these in `workers`, or {role: any of these}; None for nothing. An actor that is given twice
-            takes part once, at its first position.
-        engine_workers: Actors that the profiler of an engine records, by replica. These record only spans,
-            under their role in `workers`, else `rollout`.
+        workers: A handle, a sequence of handles in rank order, {number: handle}, an object that has one of
+            these as an attribute (`_LISTS`), or {role: any of these}; None for no workers. An actor that is
+            given twice takes part once, at its first position.
+        engine_workers: {replica: actors that the engine's own profiler records}. They record only spans, with
+            their role in `workers`, else `rollout`.
 
     Raises:
-        ConfigError: only some of a sequence are actor handles, or one is the actor that asks.
+        ConfigError: only some items of a sequence are actor handles, or an actor is the calling actor itself.
     """
     if "ray" not in sys.modules:
         return None
@@ -350,13 +352,16 @@ class RayFleet:
         self.workers = workers
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Pay the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
+        """Prepare all workers concurrently. The outcome of a worker whose profiler cannot work is
+        `failed`.
+        """
         return await asyncio.gather(*(worker.prepare(request, deadline_s) for worker in self.workers))
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Open the capture on all workers at once. Return their outcomes; a worker's failure never raises.
+        """Open the capture on all workers concurrently, and return their outcomes. An error of a worker is
+        not raised.
 
-        If this is cancelled, workers that were asked to start are stopped before the cancellation is raised.
+        After a cancellation, all workers are told to discard the capture before the cancellation is raised.
         """
         try:
             return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))
@@ -367,13 +372,15 @@ class RayFleet:
             raise
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Close the capture at once on all workers that began, or may have begun. Return their outcomes."""
+        """Close the capture concurrently on all workers that have begun or may have begun. Return their
+        outcomes.
+        """
         asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
         return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
-        """Wait until the workers have written their files. An outcome is `failed`, with the unfinished files,
-        at the deadline.
+        """Wait until the workers have written their files. At the deadline the outcome is `failed`, with the
+        unwritten files as the reason.
         """
         begun = [worker for worker in self.workers if worker.begun is not None]
         return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
@@ -381,10 +388,10 @@ class RayFleet:
     async def gather(
         self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
-        """Fetch the files of the workers that are apart, until `left_s` returns 0. Return their outcomes.
+        """Fetch the files of workers that are apart, until `left_s` returns 0. Return their outcomes.
 
         Args:
-            engine_files: {host: paths in the step's folder} of files that engines wrote there.
+            engine_files: {host: paths of files that engines wrote there, relative to the step's folder}.
         """
         apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
         files = dict(engine_files)  # the first worker on an engine's host also sends the engine's files
@@ -394,16 +401,14 @@ class RayFleet:
         )
 
     def release(self, capture_id: str) -> None:
-        """Tell the workers, without waiting, that all files of the capture are here, so that they need not
-        keep them.
-        """
+        """Tell the workers, without waiting, to forget the capture, because all its files are here."""
         for worker in self.workers:
             if worker.begun is not None and worker.begun.apart:
                 worker.release(capture_id)
 
 
 def _handles(group: object) -> list[ActorHandle[Any]] | None:
-    """Return the actor handles in `group`, in order, or None if it is something else."""
+    """Return the actor handles in `group` in order, or None if `group` is something else."""
     from ray.actor import ActorHandle
 
     if isinstance(group, ActorHandle):
@@ -438,9 +443,7 @@ def _refuse_oneself(members: Mapping[str, Worker]) -> None:
 
 
 def _not_workers(group: object, role: object) -> ConfigError:
-    """Return the error for a value that is not a worker, given as `capture(workers=group)` or {role:
-    group}.
-    """
+    """Return the error for a value in `capture(workers=group)`, or `{role: group}`, that is not a worker."""
     is_empty = group is None or (isinstance(group, Sized) and not len(group))
     item = group[0] if isinstance(group, Sequence) and group else group
     kind = type(item).__qualname__

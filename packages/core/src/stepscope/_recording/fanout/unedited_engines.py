@@ -1,4 +1,4 @@
-"""Engines of an unedited program, which its `instrument` entries find."""
+"""Engines of an unedited program, which are found by `instrument` entries."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _ASK_S = 5.0
-"""Longest wait for an actor's answer with the numbers of its engines."""
+"""Longest wait for the answer of an actor that was asked for its engines."""
 _answers: dict[str, Instrumented] = {}
-"""{id of an actor: its engines}, once it has answered with any. Handles are not kept, because an actor ends
-when its last handle is deleted. One writer: `UneditedEngines`."""
+"""{id of an actor: its engines}, once the actor has named its engines. Answers with handles are not kept,
+because an actor ends when its last handle is deleted. One writer: `UneditedEngines`."""
 
 
 class UnusableEngine(EngineProfilerBase):
-    """An engine that cannot be recorded, with the reason. The capture goes on without it."""
+    """Profiler of an engine that cannot be recorded. `check` raises with the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -47,21 +47,21 @@ class UnusableEngine(EngineProfilerBase):
 
 
 class UneditedEngines:
-    """Profilers of the engines of one step. A capture uses `profilers`."""
+    """The engines of one step. A capture uses `profilers`."""
 
     def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
-        """Read the groups of engines.
+        """Make a profiler for each engine.
 
         Args:
-            groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}. An actor that may
-                hold an engine of either kind is listed under both adapters.
+            groups: {adapter: engines, URLs of servers, or Ray actors that contain an engine}. An actor that
+                may contain an engine of two kinds is listed under both adapters.
         """
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
-        """The rollouts whose actors have not been queried yet."""
+        """(adapter, profiler) of actors that have not been asked for their engines yet."""
         self._known: set[object] = set()
-        """Addresses of the engines that are already in `profilers`: each engine is recorded once."""
+        """(adapter, address) of the engines in `profilers`, so that each engine is recorded once."""
         for adapter, engine, replica in registered():
             self._add(adapter, engine, replica)
         usable = {
@@ -73,8 +73,8 @@ class UneditedEngines:
                     self._add(adapter, item, None)
 
     def number(self) -> None:
-        """Give each engine the framework's number of it; if one is unknown, give all of them their position.
-        Blocks.
+        """Set the replica number of each engine to the framework's number. If a number is unknown, engines
+        are numbered by position. The call may block.
         """
         if self._rollouts:
             private_loop.run(self.anumber())
@@ -82,8 +82,8 @@ class UneditedEngines:
             self._position()
 
     async def anumber(self) -> None:
-        """Run `number` without blocking the event loop."""
-        while self._rollouts:  # an actor may name others
+        """Do what `number` does, without blocking the event loop."""
+        while self._rollouts:  # an actor may name further actors
             asked, self._rollouts = self._rollouts, []
             answers = await asyncio.gather(*(self._ask(rollout) for _, rollout in asked))
             for (adapter, rollout), answer in zip(asked, answers, strict=True):
@@ -113,13 +113,13 @@ class UneditedEngines:
         try:
             answer = await private_loop.within(rollout.instrumented(), _ASK_S)
         except ours():
-            return {}  # its start says why
+            return {}  # its start will state the reason
         if answer and all(target is None for engines in answer.values() for _, target in engines):
             _answers[rollout.actor_id] = answer
         return answer
 
     def _take(self, adapter: str, rollout: RayRollout, answer: Instrumented) -> None:
-        """Set the number of `rollout`, or replace it by the engines that its actor names."""
+        """Set the number of `rollout`, or replace it by the engines that its actor has named."""
         for other in answer.keys() - installed().keys():
             _warn_of_absent(other)
         engines = answer.get(adapter, [])

@@ -1,8 +1,7 @@
-"""The worker's side of a capture: plain functions that a fleet runs inside the worker process.
+"""The worker's side of a capture: functions that a fleet calls in the worker's process.
 
-A worker holds at most one session. Requests carry the capture's id: a start is refused if its capture was
-already stopped, because the worker was busy past its deadline. A stop for a capture that is not open does
-nothing, and its answer says so.
+A worker has at most one session. A start is refused if its capture was stopped before, because the worker was
+busy until after the deadline. A stop does nothing if its capture is not open, and returns False.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 
 _stopped: set[str] = set()
-"""Ids of captures whose stop came before the end of their start. Writers: `stop_worker`, and `start_worker`,
-which removes them."""
+"""Ids of captures whose stop came before the end of their start. Writers: `stop_worker` adds, `start_worker`
+removes."""
 _OFF = f"{switch.VARIABLE} is set in this process"
 _OVER = "the capture was over before it began here"
 
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
-    """Open the capture in this process. Runs in the worker, and never raises for a failure there."""
+    """Open the capture in this process, the worker. A refusal is returned; an error is raised."""
     began_ns = time.monotonic_ns()
     process, roles = _joined(request, instance)
     if switch.DISABLED:
@@ -100,7 +99,7 @@ def _start(
         reason = f"opening failed: {describe(error)}"
         session.finish(ending=Ending("rollback", reason), discard=reason)
         raise
-    if request.capture_id in _stopped:  # meanwhile, on another thread
+    if request.capture_id in _stopped:  # stopped meanwhile by another thread
         _stopped.discard(request.capture_id)
         session.finish(discard=_OVER)
         return StartAnswer(process=process, refused=_OVER)
@@ -108,14 +107,16 @@ def _start(
 
 
 def _begin(session: Session) -> None:
-    if not session.ended:  # by a signal's handler, meanwhile
+    if not session.ended:  # else a signal handler has ended it
         session.prepare_profiler()
         session.start_profiler()
         activation.activate(session)
 
 
 def _sample_engines(session: Session) -> None:
-    """Sample the engines of this process that the capture drives, including engines that begin later."""
+    """Sample the counters of this process' engines that the capture records, including engines that begin
+    later.
+    """
     reference = weakref.ref(session)
 
     def join(profiler: EngineProfiler) -> None:
@@ -127,29 +128,30 @@ def _sample_engines(session: Session) -> None:
 
 
 def stop_worker(request: StopRequest) -> bool:
-    """Close the capture in this process. Runs in the worker.
+    """Close the capture in this process, the worker.
 
     Returns:
-        False if the capture was not open here: the process is new (a restarted actor), or never got the
-        start.
+        False if the capture was not open: the actor was restarted, or never got the start.
     """
     if request.discard is not None:
         fetch.release(request.capture_id)
-    _stopped.add(request.capture_id)  # first, so that a start on another thread sees it and closes
+    _stopped.add(request.capture_id)  # first, for a start on another thread, which then closes
     session = slot.active
     if not isinstance(session, Session) or session.capture_id != request.capture_id:
         return False
     _stopped.discard(request.capture_id)
     session.leave()
     session.finish(ending=request.ending, discard=request.discard)
-    session.manifest_part.told = True  # by the owner, which reads the part
+    session.manifest_part.told = True  # the owner logs problems, as it reads the part
     session.write_cost()
     session.hand_back()
     return True
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
-    """Pay the profiler's one-off costs if it will record this process. Runs in the worker."""
+    """Prepare this process: start its flight recorder, and check and prepare its profiler if it will be
+    used.
+    """
     config = request.config
     process, roles = _joined(request, instance)
     if switch.DISABLED:
@@ -172,10 +174,10 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
 
 
 def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tuple[str, ...]]:
-    """Apply the configuration in this process, also to the class of `instance`.
+    """Apply the configuration to this process, and to the class of `instance`.
 
     Returns:
-        This process, and all roles whose work it does, its own role first.
+        This process, and all roles of its functions, its own role first.
     """
     config = request.config
     if not switch.DISABLED:
@@ -197,9 +199,7 @@ def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tupl
 
 
 def _record(request: WorkerRequest, process: ProcessInfo) -> ProcessInfo | None:
-    """Start the flight recorder of this worker if it is on. Return the process if it was started, else
-    None.
-    """
+    """Start the flight recorder of this worker and return `process`. Return None if the recorder is off."""
     if request.config.record == "off":
         return None
     standing.start(request.config, process, request.run_id)
@@ -207,7 +207,7 @@ def _record(request: WorkerRequest, process: ProcessInfo) -> ProcessInfo | None:
 
 
 def decorated_roles(cls: type) -> tuple[str, ...]:
-    """Return the roles that `profile_step` gave to the methods of `cls`, in order of definition."""
+    """Return the roles of the decorated methods of `cls`, in order of definition."""
     members = (member for owner in reversed(cls.__mro__) for member in vars(owner).values())
     roles = (declared.role for declared in map(wrapping.declared, members) if declared is not None)
     return tuple(dict.fromkeys(filter(None, roles)))

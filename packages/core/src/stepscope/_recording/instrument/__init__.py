@@ -1,1 +1,1 @@
-"""Recording of code that is not edited: patched functions, and the steps that their calls bound."""
+"""Recording of code without an edit: functions that are patched, and calls that begin and end steps."""

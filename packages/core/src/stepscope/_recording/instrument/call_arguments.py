@@ -1,4 +1,4 @@
-"""Values that the arguments of a call, or its result, lead to, by paths such as `self.state.global_step`."""
+"""Values at paths, such as `self.state.global_step`, that begin with an argument or the result of a call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ Number: TypeAlias = int | float | bool
 
 SELF = "self"
 RESULT = "result"
-"""The first part of a path that begins with what the call returned."""
+"""The first part of a path that begins with the result of the call."""
 MAX_NAME = 128
-"""Largest length of an id or a tool's name."""
+"""Largest length of an id or a name, in characters."""
 _LENGTH = "len("
 _OFFSET = re.compile(r"[+-]\d+$")
 
 
 class Arguments:
-    """Reader of paths in the calls of one function."""
+    """Reader of values at paths, for the calls of one function."""
 
     def __init__(self, fn: FunctionType) -> None:
-        # Names and defaults alone: the reader may travel with a class by value, and annotations may not.
+        # Only names and defaults are stored, because the reader may be pickled with a class, and annotations
+        # may not be picklable.
         kind = inspect.Parameter
         parameters = list(inspect.signature(fn).parameters.values())
         positional = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
@@ -35,13 +36,13 @@ class Arguments:
         self._star = next((p.name for p in parameters if p.kind is kind.VAR_POSITIONAL), None)
         self._stars = next((p.name for p in parameters if p.kind is kind.VAR_KEYWORD), None)
         self._hidden = self._star is not None and not self._positions
-        """True for a decorator's `wrapper(*args, **kwargs)` that does not name the wrapped function."""
+        """True for a decorator's `wrapper(*args, **kwargs)`. The first argument is then `self`."""
 
     def check(self, path: str, target: str, *, after: bool = False) -> None:
-        """Raise `ConfigError` for a path that does not begin with an argument.
+        """Raise `ConfigError` if a path does not begin with an argument of the function.
 
         Args:
-            after: True if the path is read after the call, and so may begin with the result.
+            after: True if the path is read after the call, so that it may begin with the result.
         """
         first = _first_of(path)
         known = [*self._names, *filter(None, (self._star, self._stars)), *([SELF] if self._hidden else ())]
@@ -53,13 +54,14 @@ class Arguments:
     def read(
         self, path: str, args: Sequence[object], kwargs: Mapping[str, object], returned: Sequence[object] = ()
     ) -> object:
-        """Return the value at `path`: attributes, keys, indexes or a length, plus or minus a number.
+        """Return the value at `path`, which consists of attributes, keys and indexes, or is the length of
+        such a path; a number may be added or subtracted.
 
         Args:
-            returned: The call's result as the only item; empty before the call.
+            returned: The result of the call as the only item; empty before the call.
 
         Raises:
-            LookupError: The path leads nowhere.
+            LookupError: There is no value at the path.
         """
         offset = _OFFSET.search(path)
         if offset is not None:
@@ -81,7 +83,7 @@ class Arguments:
         """Return the whole number at `path`, which may end in `+1`.
 
         Raises:
-            LookupError: The path leads to no whole number.
+            LookupError: There is no whole number at the path.
         """
         place, _, more = path.partition("+")
         value = self.read(place, args, kwargs)
@@ -107,19 +109,21 @@ class Arguments:
 
 
 class Condition(NamedTuple):
-    """A condition on a call: the values at some paths equal given values, or are the same objects."""
+    """A condition on a call: values at paths equal given values (`where`), or are the same object
+    (`same`).
+    """
 
     where: Mapping[str, object]
     same: dict[str, str]
 
     def check(self, arguments: Arguments, target: str) -> None:
-        """Raise `ConfigError` for a path that does not begin with an argument."""
+        """Raise `ConfigError` if a path does not begin with an argument of the function."""
         for path in self.paths:
             arguments.check(path, target)
 
     @property
     def paths(self) -> list[str]:
-        """The paths that the condition reads."""
+        """All paths of the condition."""
         return [*self.where, *self.same, *self.same.values()]
 
     @property
@@ -128,7 +132,7 @@ class Condition(NamedTuple):
         return not (self.where or self.same)
 
     def holds(self, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Return whether a call meets the condition. A path that leads nowhere makes it fail."""
+        """Return whether a call meets the condition. Return False if there is no value at a path."""
         try:
             return all(
                 _equal(arguments.read(path, args, kwargs), value) for path, value in self.where.items()
@@ -136,7 +140,7 @@ class Condition(NamedTuple):
                 arguments.read(one, args, kwargs) is arguments.read(other, args, kwargs)
                 for one, other in self.same.items()
             )
-        except ours():  # the arguments are theirs, and so is what their attributes do
+        except ours():  # attributes of the user's objects may raise anything
             return False
 
 
@@ -150,10 +154,10 @@ def _first_of(path: str) -> str:
 
 
 def number_of(value: object) -> Number | None:
-    """Return a number or a boolean, also from a scalar of numpy or torch. None stays None.
+    """Return `value` as a plain number, boolean or None. Scalars of numpy and torch are converted.
 
     Raises:
-        LookupError: `value` is something else, or a tensor on a device, whose reading would wait for the
+        LookupError: `value` is something else, or a tensor on a device, where a read would wait for the
             device.
     """
     if value is None or isinstance(value, (bool, int, float)):
@@ -169,10 +173,10 @@ def number_of(value: object) -> Number | None:
 
 
 def version_of(value: object) -> Number | None:
-    """Return a version of the weights.
+    """Return the version of the weights in `value`.
 
-    The version is `value` itself as a number, or as a text of a number; the first item of a list; or the
-    first item of an array that is not negative (the oldest of these, if the array has several rows).
+    `value` is a number, or a text of digits; a list, whose first item is the version; or an array, whose
+    first item that is not negative is the version (the smallest one, if the array has several rows).
 
     Raises:
         LookupError: `value` is something else.
@@ -185,9 +189,10 @@ def version_of(value: object) -> Number | None:
 
 
 def _oldest(versions: Any) -> Number | None:
-    """Return the first version in an array of numpy or torch, after the tokens of no policy, which are -1.
+    """Return the first item of an array that is not negative: tokens that no policy has generated have the
+    version -1.
 
-    Rows may be padded after their tokens.
+    If the array has several rows, return the smallest result of a row.
     """
     if versions.ndim > 1:
         return min((row for row in map(_oldest, versions) if row is not None), default=None)
@@ -196,10 +201,10 @@ def _oldest(versions: Any) -> Number | None:
 
 
 def name_of(value: object) -> str:
-    """Return a text or a whole number as a name of at most 128 characters.
+    """Return a text or a whole number as a name, cut to 128 characters.
 
     Raises:
-        LookupError: `value` is something else, or empty.
+        LookupError: `value` is something else, or empty text.
     """
     if isinstance(value, str):
         text = str(value)
@@ -214,10 +219,10 @@ def name_of(value: object) -> str:
 
 
 def request_of(value: object) -> str:
-    """Return the name of a request, as `name_of` does.
+    """Return a request id, as `name_of` does.
 
     Raises:
-        LookupError: `value` is something else, or a text with spaces, which may be a prompt.
+        LookupError: as `name_of`; also if `value` has spaces, because it may be a prompt.
     """
     name = name_of(value)
     if len(name.split()) != 1:
@@ -226,20 +231,18 @@ def request_of(value: object) -> str:
 
 
 def names_of(value: object) -> list[str]:
-    """Return the names in a list or a one-dimensional array, or the single name, as `name_of` does."""
+    """Return the names in a list or a one-dimensional array, or a single name, as `name_of` does."""
     return [name_of(item) for item in _items(value)]
 
 
 def versions_of(value: object) -> list[Number | None]:
-    """Return the versions in a list or a one-dimensional array, or the single version, as `version_of`
-    does.
-    """
+    """Return the versions in a list or a one-dimensional array, or a single version, as `version_of` does."""
     return [version_of(item) for item in _items(value)]
 
 
 def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return `text` once for each entry of the longest column, with each path replaced by its name in that
-    row.
+    """Return `text` once for each row of the longest column, with each `{path}` replaced by the path's name
+    in that row. `columns` is {path: names}.
     """
     count = max(map(len, columns.values()), default=0)
     filled = [text] * count if all(columns.values()) else []
@@ -250,17 +253,17 @@ def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _items(value: object) -> Sequence[object]:
     if getattr(value, "ndim", None) == 1 and str(getattr(value, "device", "cpu")) == "cpu":
-        value = value.tolist()  # type: ignore[attr-defined]  # numpy's or torch's
+        value = value.tolist()  # type: ignore[attr-defined]  # numpy or torch
     return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _plain(value: object) -> Number:
-    """Return the plain number of an enumeration's member or a numpy.float64."""
+    """Return an enum member or a numpy.float64 as a plain number."""
     return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]  # a float then
 
 
 def _equal(actual: object, value: object) -> bool:
-    # By type first: 1 is not true, and a tensor is not compared.
+    # Types are compared first, so that 1 is not True and tensors are not compared.
     return type(actual) is type(value) and actual == value
 
 
@@ -271,7 +274,7 @@ def _below(owner: object, name: str) -> object:
     if isinstance(owner, (list, tuple)) and not name.isdecimal() and not hasattr(owner, name):
         return [_below(item, name) for item in owner]
     try:
-        # A number is no attribute: an index of a list, or a key that is a number.
+        # A number is an index of a list, or a key that is a number.
         return owner[int(name)] if name.isdecimal() else getattr(owner, name)  # type: ignore[index]
     except (AttributeError, TypeError, IndexError):
         raise LookupError(f"no {name!r} in a {type(owner).__name__}") from None

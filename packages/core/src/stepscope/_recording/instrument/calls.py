@@ -1,8 +1,7 @@
-"""The calls of `instrument` entries, by kind: the scope that a call opens, and the values that it adds to the
-scope.
+"""The kinds of `instrument` entries: the scope that a call opens, and the values that are read from the call.
 
-A wrapper is pickled with a Ray class by value, closure included, so the closure holds only importable
-objects.
+Ray pickles a class by value, with the closures of its wrappers. So a wrapper's closure may contain only
+objects that can be pickled.
 """
 
 from __future__ import annotations
@@ -47,46 +46,45 @@ Kwargs: TypeAlias = dict[str, object]
 T = TypeVar("T")
 
 _ids = itertools.count()
-"""Numbers for trajectories without an id. One writer: `TrajectoryCalls`."""
+"""Counter for the ids of trajectories without an id. One writer: `TrajectoryCalls`."""
 
 
 class Timing(NamedTuple):
-    """One entry: how the calls of a function are recorded."""
+    """One `instrument` entry: the role, stage and values of the calls that it records."""
 
     role: str
     stage: str | None
     attrs: Attrs | None
     condition: Condition
-    """Decides which calls the entry is for. If a function has several timings, the first one whose condition
-    holds records the call."""
+    """The calls that the entry is for. If a function has several timings, the first whose condition holds
+    records the call."""
     kind: str = "span"
-    # Paths to what a call says of itself.
+    # Paths to values of a call.
     id: tuple[str, ...] = ()
     policy_version: str | None = None
     request: str | None = None
     turn: str | None = None
     tool: str | None = None
-    values: Mapping[str, str] = {}  # never written
+    values: Mapping[str, str] = {}  # read-only
     engine: str | None = None
     replica: str | None = None
     adapter: str | None = None
-    """The name of an engine's adapter; None for other kinds."""
+    """Name of the engine's adapter, or None for other kinds."""
 
     def label(self, name: str) -> str:
-        """Return the `role/stage` of the spans of a function `name`, with `*` for a part that each call
-        sets.
-        """
+        """Return `role/stage` of the spans of a function `name`, with `*` for a stage that each call sets."""
         return f"{self.role}/{'*' if self.tool else self.stage or name.rpartition('.')[2]}"
 
 
 class Calls:
-    """Recorder of the calls that one entry is for."""
+    """Recorder of the calls of one entry. Each kind of entry has a subclass."""
 
     always: ClassVar[bool] = False
-    """True if calls have a scope even without a capture, so that a capture that opens meanwhile knows their
-    place."""
+    """True if calls have a scope even without a capture, so that spans of a capture that opens during the
+    call have this scope as parent."""
     over = results.OVER
-    """Types of results with which a call is over when it returns: their work cannot go on."""
+    """Types of results after which a call is over. Results of other types may continue the work, such as a
+    coroutine."""
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         self.timing = timing
@@ -95,7 +93,7 @@ class Calls:
         self.is_async = inspect.iscoroutinefunction(fn)
         self.arguments = Arguments(fn)
         self._logged: set[str] = set()
-        """Fields whose paths led nowhere and were logged."""
+        """Fields whose paths had no value, which was logged."""
         single = (timing.policy_version, timing.request, timing.turn, timing.tool, timing.replica)
         texts = [path for text in (*timing.id, timing.engine or "") for path in paths_in(text)]
         for path in filter(None, (*texts, *single, *timing.values.values())):
@@ -103,18 +101,18 @@ class Calls:
 
     @uncompiled
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
-        """Open the scope of a call. Never raise: if opening fails, the call goes on unrecorded."""
+        """Open the scope of a call. Never raise. After an error, the call is not recorded."""
         try:
             return self.open(args, kwargs)
         except RecursionError:
-            return OFF  # the depth that is left is for the call
+            return OFF  # the call itself needs the remaining depth
         except ours() as error:
             failures.note(f"the {self.timing.kind} of {self.target}", error)
             return OFF
 
     @uncompiled
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Read the values of a call that returned `result`, and close its scope."""
+        """Read the values of a call that has returned `result`, and close its scope."""
         try:
             self.read(scope, args, kwargs, result)
         finally:
@@ -122,8 +120,8 @@ class Calls:
 
     @uncompiled
     def follow(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> object:
-        """Return the object to return in place of a result that goes on and ends the call later, or None if
-        the call is over.
+        """If `result` continues the call (a coroutine, a future), return an object to return in its place,
+        which ends the scope later. Return None if the call is over.
         """
         is_exclusive = results.is_exclusive(sys.getrefcount(result))
         if isinstance(result, (GeneratorType, AsyncGeneratorType)) and "generator" not in self._logged:
@@ -150,11 +148,11 @@ class Calls:
             failures.note(f"the values of {self.target}", error)
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        """Return the scope of a call that is about to be made, entered."""
+        """Enter and return the scope of a call that is about to begin."""
         return OFF
 
     def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Add the values that the entry reads from the result."""
+        """Add values to the scope that are read after the call."""
         numbers = {
             name: self.number(f"values.{name}", path, args, kwargs, (result,))
             for name, path in self.timing.values.items()
@@ -170,9 +168,7 @@ class Calls:
     def name_request(
         self, scope: Scope, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
     ) -> None:
-        """Set the engine's name of the request if the entry reads it at this time (before or after the
-        call).
-        """
+        """Add the request id to the scope, if the entry reads it now (before or after the call)."""
         path = self.timing.request
         if path is None or is_result(path) != bool(returned) or slot.active is None:
             return
@@ -183,12 +179,12 @@ class Calls:
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
     ) -> Number | None:
-        """Return the number at a path, or None if the path leads nowhere or to None."""
+        """Return the number at a path, or None if there is no value or the value is None."""
         return None if path is None else self._read(field, path, number_of, args, kwargs, returned)
 
     def version(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()) -> int | None:
-        """Return the version of the weights if the entry reads it at this time (before or after the call),
-        else None.
+        """Return the version of the weights if the entry reads it now (before or after the call), else
+        None.
         """
         path = self.timing.policy_version
         if path is None or is_result(path) != bool(returned):
@@ -206,7 +202,7 @@ class Calls:
     ) -> T | None:
         try:
             return convert(self.arguments.read(path, args, kwargs, returned))
-        except ours() as error:  # the objects are theirs, and so is what their attributes do
+        except ours() as error:  # attributes of the user's objects may raise anything
             if field not in self._logged:
                 self._logged.add(field)
                 reason = str(error) if isinstance(error, LookupError) else failures.describe(error)
@@ -218,7 +214,7 @@ class Calls:
 
 
 class SpanCalls(Calls):
-    """Calls that are spans: of kind `weight_sync`, or `span` with values."""
+    """Calls of the kind `weight_sync`, or `span` with values."""
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         super().__init__(fn, timing, target)
@@ -226,7 +222,7 @@ class SpanCalls(Calls):
         wrapping.declared_roles.add(timing.role)
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        # As a decorated function: in discrete mode it has a window of its own.
+        # Like a decorated function: in discrete mode, the span has its own window.
         session = slot.active
         if session is None:
             return OFF
@@ -239,7 +235,7 @@ class SpanCalls(Calls):
 
 
 class ToolCalls(Calls):
-    """Calls of a tool: spans of role `env` with the tool's name."""
+    """Calls of a tool. The span's stage is the tool's name."""
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
         path = self.timing.tool
@@ -266,8 +262,8 @@ class TrajectoryCalls(Calls):
         return f"{self.name}-{os.uname().nodename}-{os.getpid()}-{next(_ids)}"
 
     def _filled(self, text: str, args: Args, kwargs: Kwargs) -> str | None:
-        """Return the name at a path, or a text with its paths replaced by names, or None if a path leads
-        nowhere.
+        """Return the name at the path `text`, or `text` with each `{path}` replaced by a name. None if there
+        is no value.
         """
         filled = text if "{" in text else f"{{{text}}}"
         for path in paths_in(text):
@@ -295,8 +291,8 @@ class TurnCalls(Calls):
 
 
 class ConsumeCalls(Calls):
-    """Calls that take trajectories for training. The ids are read before the call, or after it from the
-    result.
+    """Calls that take trajectories for training. Ids are read before the call, or after it if a path begins
+    with the result.
     """
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
@@ -326,8 +322,8 @@ class ConsumeCalls(Calls):
             session.consume(name, None, whole(versions[at % len(versions)]))
 
     def _ids(self, text: str, args: Args, kwargs: Kwargs, returned: tuple[object, ...]) -> list[str] | None:
-        """Return the names at a path, or texts with their paths replaced by names, or None if a path leads
-        nowhere.
+        """Return the names at the path `text`, or copies of `text` with each `{path}` replaced by a name.
+        None if there is no value.
         """
         read = {path: self._read("id", path, names_of, args, kwargs, returned) for path in paths_in(text)}
         columns = {path: names for path, names in read.items() if names is not None}
@@ -337,12 +333,12 @@ class ConsumeCalls(Calls):
 
 
 class EngineCalls(Calls):
-    """Calls that build, or return, an inference engine to record."""
+    """Calls that build or return an inference engine."""
 
     always = True
 
     def read(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Register the engines that the call has made. A path that leads to None means that there is none."""
+        """Register the engines at the entry's path. None at the path means that there is no engine."""
         try:
             adapter = str(self.timing.adapter)
             engines = self._engines(args, kwargs, result)
@@ -352,7 +348,7 @@ class EngineCalls(Calls):
             if not engines:
                 local_engines.register_none(adapter)
         except LookupError:
-            pass  # logged
+            pass  # already logged
         except ours() as error:
             failures.note(f"the engine of {self.target}", error)
 
@@ -377,7 +373,7 @@ _CALLS: dict[str, type[Calls]] = {
 }
 SPANS = ("span", "weight_sync", "tool")
 LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",), ("engine",))
-"""Kinds by layer, the innermost layer first. A call is at most one of the kinds in each layer."""
+"""Kinds by layer of wrappers, innermost layer first. A call has at most one kind of each layer."""
 
 
 _CALL = """
@@ -407,16 +403,16 @@ _GOES_ON = """
 
 
 def is_always(timings: Iterable[Timing]) -> bool:
-    """Return whether calls of these timings have a scope even without a capture."""
+    """Return whether calls of any of these timings have a scope even without a capture."""
     return any(_CALLS[timing.kind].always for timing in timings)
 
 
 def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
-    """Return a function of the same kind as `fn` whose calls are recorded as `timing` says.
+    """Return a wrapper of `fn`, sync or async as `fn` is, whose calls are recorded by `timing`.
 
     Raises:
-        ConfigError: A path begins with no argument of `fn`.
-        TypeError: `fn` is a generator, and `timing` is more than a plain span.
+        ConfigError: A path does not begin with an argument of `fn`.
+        TypeError: `fn` is a generator, and `timing` is not a plain span.
     """
     if timing.kind == "span" and not (timing.values or timing.policy_version or timing.request):
         return wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs)
@@ -432,7 +428,7 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
 
 
 def joined(parts: list[list[str]]) -> list[str]:
-    """Return ids joined from their parts. A part with a single name belongs to every id."""
+    """Return ids joined from their parts with `/`. A part with a single name is part of every id."""
     count = min((len(part) for part in parts if len(part) != 1), default=1)
     return ["/".join(part[at % len(part)] for part in parts) for at in range(count)]
 

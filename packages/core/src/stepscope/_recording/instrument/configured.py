@@ -1,4 +1,4 @@
-"""The configuration's `instrument` list, put into effect in this process."""
+"""Application of the configuration's `instrument` list to this process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 _config: ProfileConfig | None = None
-"""Configuration for the engines that this process builds from now on, or None to leave engines unchanged.
-One writer: `watch`."""
+"""Configuration for engines that this process will build, or None to leave engines unchanged. One writer:
+`watch`."""
 _watched: set[str] = set()
-"""Adapters whose library is patched at its import. One writer: `watch`."""
+"""Adapters whose library is patched when it is imported. One writer: `watch`."""
 
 
 def watch(config: ProfileConfig, adapters: Set[str]) -> None:
-    """Prepare the engines of `adapters` that this process builds from now on for their profilers, if `config`
-    records engines.
+    """If `config` records engines, enable the profiler in the settings of engines of `adapters` that this
+    process will build.
     """
     global _config
     match = config.role("rollout")
@@ -50,14 +50,14 @@ def watch(config: ProfileConfig, adapters: Set[str]) -> None:
 
 
 def _library_imported(adapter: str, library: ModuleType) -> None:
-    from stepscope.engines.protocol import installed, load_engine  # import time: 15 ms
+    from stepscope.engines.protocol import installed, load_engine  # imported here: 15 ms
 
     try:
         factory = load_engine(adapter) if adapter in installed() else None
         if factory is not None and factory.builder:
             module, _, name = factory.builder.partition(":")
             when_imported(module, partial(_patch, factory, name))
-    except ours() as error:  # the import is the user's, and succeeds
+    except ours() as error:  # the user's import must succeed
         failures.note(f"arming engines of {adapter!r}", error)
 
 
@@ -65,7 +65,7 @@ def _patch(factory: EngineFactory, name: str, module: ModuleType) -> None:
     try:
         parent, attribute = parent_of(module, name)
         setattr(parent, attribute, _armed(getattr(parent, attribute), factory))
-    except ours() as error:  # as above
+    except ours() as error:  # the user's import must succeed
         failures.note(f"arming engines by {factory.builder}", error)
 
 
@@ -83,25 +83,26 @@ def _armed(build: Callable[..., Any], factory: EngineFactory) -> Callable[..., A
 
 
 _applied: dict[str, Instrument] = {}
-"""{`module:name`: handle} of functions that a configuration instruments. One writer: `apply`."""
+"""{`module:name`: handle} of the applied list. One writer: `apply`."""
 _entries: tuple[InstrumentConfig, ...] = ()
-"""The `instrument` list that was applied last. One writer: `apply`."""
+"""The applied `instrument` list. One writer: `apply`."""
 _integrations: set[str] = set()
-"""Integrations that wait for the import of their framework, or are imported. One writer: `integrate`."""
+"""Integrations that are imported, or will be when their framework is imported. One writer: `integrate`."""
 _adapters: set[str] = set()
-"""Adapters of the engines that the applied list names. One writer: `apply`."""
+"""Adapters that the applied list names. One writer: `apply`."""
 
 
 def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
-    """Instrument the functions that `config` lists, now or at their import, and restore all others.
+    """Instrument the functions that `config` lists, now or at their import, and restore functions of an
+    earlier list.
 
     Args:
-        lenient: Log a wrong entry instead of raising. Workers need this, and so does a program's start: a
-            package that is not found may still come (`note_absent`).
+        lenient: True to log a wrong entry and not raise, in workers and at the start of a program, where a
+            package may not be on sys.path yet (see `note_absent`).
 
     Raises:
-        ConfigError: An entry names a module, or a function of an imported module, that does not exist. An
-            entry of a preset that does not fit is logged, and the rest of the preset is used.
+        ConfigError: An entry names a module, or a function of an imported module, that does not exist. A
+            wrong entry of a preset is only logged.
     """
     if config.instrument != _entries:
         _apply(config, lenient)
@@ -133,7 +134,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
 
 
 def integrate(presets: Iterable[Preset]) -> None:
-    """Import the integration of each preset once its framework is imported. A failure is logged."""
+    """Import the integration of each preset once its framework is imported. An error is logged."""
     for preset in presets:
         if preset.integration is not None and preset.integration not in _integrations and not switch.DISABLED:
             _integrations.add(preset.integration)
@@ -144,12 +145,12 @@ def integrate(presets: Iterable[Preset]) -> None:
 def _import_integration(name: str, framework: ModuleType) -> None:
     try:
         import_module(name)
-    except ours() as error:  # the import is the user's, and succeeds
+    except ours() as error:  # the user's import must succeed
         failures.note(f"{name} in {framework.__name__}", error)
 
 
 def note_absent() -> None:
-    """Log each listed module that cannot be found. Called when this process begins its first step."""
+    """Log each listed module that cannot be found. Called when the first step begins in this process."""
     for handle in _applied.values():
         if handle.installed or handle.module in sys.modules or handle.origin:
             continue
@@ -160,7 +161,9 @@ def note_absent() -> None:
 
 
 def note_unreached() -> None:
-    """Log the listed functions that were never called. Called when this process begins its second step."""
+    """Log listed functions whose module was not imported, or that begin or end steps but were not called.
+    Called when the second step begins in this process.
+    """
     unreached = [
         f"{_described(handle)} {_fate(handle)}"
         for handle in _applied.values()
@@ -171,17 +174,21 @@ def note_unreached() -> None:
 
 
 def _waits_here(handle: Instrument) -> bool:
-    """Return whether a function waits for an import in this process, not in a Ray worker."""
+    """Return whether the module of a function was not imported, in a process without Ray, whose workers could
+    import it.
+    """
     return not handle.installed and handle.module not in sys.modules and "ray" not in sys.modules
 
 
 def _is_uncalled(handle: Instrument) -> bool:
-    """Return whether a function that bounds steps, whose calls are counted, had no call."""
+    """Return whether a function that begins or ends steps had no call. Calls of other functions are not
+    counted.
+    """
     return handle.installed and handle.boundary is not None and calls[handle.target] == 0
 
 
 def apply_to(instance: object) -> None:
-    """Instrument the class of a live Ray actor. Ray built it from the copy that the driver sent."""
+    """Instrument the class of a running Ray actor, which is a copy that the driver sent."""
     for handle in _applied.values():
         try:
             handle.install_on(type(instance))
@@ -190,7 +197,7 @@ def apply_to(instance: object) -> None:
 
 
 def timed() -> dict[str, tuple[str, ...]]:
-    """Return the functions that are replaced and recorded in this process: {`module:name`: roles/stages}."""
+    """Return {`module:name`: its `role/stage`s} of the functions that are recorded in this process."""
     return {
         handle.target: tuple(timing.label(handle.name) for timing in recorded)
         for handle in _applied.values()
@@ -200,9 +207,11 @@ def timed() -> dict[str, tuple[str, ...]]:
 
 
 def enter(part: ManifestPart) -> None:
-    """Add the functions recorded in this process, and the entries without effect, to its manifest part.
+    """Enter into the manifest part the functions that are recorded in this process, and the entries without
+    effect.
 
-    A preset lists functions of several versions of its framework, and need not find them all.
+    Entries of presets are not reported as lacking, because a preset lists functions of several versions of
+    its framework.
     """
     part.update(instrumented=timed(), missed=dict(patch.missed))
     for entry in _entries:
@@ -214,7 +223,7 @@ def enter(part: ManifestPart) -> None:
 
 
 def boundaries() -> list[str]:
-    """Return a line for each function that should have begun a step, with the reason why it did not."""
+    """Return a line for each function that should have begun a step, with the reason why none began."""
     fates = []
     elsewhere: set[str] = set()
     for entry in _entries:
@@ -256,7 +265,7 @@ def _fate(handle: Instrument) -> str:
 
 
 def program() -> str | None:
-    """Return the name under which another module could import this process' program."""
+    """Return the name under which another module could import this process' main program."""
     main = sys.modules.get("__main__")
     if getattr(main, "__spec__", None) is not None:
         return str(main.__spec__.name)  # type: ignore[union-attr]  # python -m
@@ -265,7 +274,7 @@ def program() -> str | None:
 
 
 def _handles(entries: Iterable[InstrumentConfig], presets: Sequence[Preset]) -> Iterator[Instrument]:
-    """Return one handle for each function. Its timings are in the order of the entries, those of presets
+    """Yield a handle for each function. Its timings are in the order of the entries; timings of presets are
     last.
     """
     grouped: dict[str, tuple[str, list[InstrumentConfig]]] = {}
@@ -319,7 +328,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "weight_sync": ("trainer", "sync_weights"),
     "consume": ("*", CONSUME),
 }
-"""{kind: (role, stage) of its spans}. A stage of None is the function's name."""
+"""{kind: default (role, stage)}. A stage of None means the function's name."""
 
 
 def _timing(entry: InstrumentConfig) -> Timing:

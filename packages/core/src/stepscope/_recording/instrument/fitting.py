@@ -1,6 +1,7 @@
-"""Entries of a preset without the arguments that the installed version of its framework no longer has.
+"""Adaptation of a preset's entries to the installed version of the framework.
 
-An entry loses the values of such arguments, such as a label, and its calls are recorded without them.
+A function of that version may lack an argument that an entry reads. The calls are then recorded without the
+values of that argument.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ _ANY = Condition({}, {})
 
 
 class Fitted(NamedTuple):
-    """The entries of a function, without the paths that begin with no argument of the function."""
+    """The entries of a function, without paths that begin with an argument which the function does not
+    have.
+    """
 
     timings: tuple[Timing, ...]
     boundary: Boundary | None
     lost: dict[str, ConfigError]
-    """{path that begins with no argument: error that names the arguments}."""
+    """{removed path: error that lists the arguments}."""
 
 
 def fitted(fn: FunctionType, timings: Sequence[Timing], boundary: Boundary | None, target: str) -> Fitted:
-    """Return the entries of `fn` without the paths that begin with no argument of `fn`."""
+    """Return the entries of `fn`, without paths that begin with an argument which `fn` does not have."""
     paths = _Paths(Arguments(fn), target)
     made = [paths.kept(timing) for timing in timings if paths.gone(_all_in([timing.engine])) == []]
     known = [timing for timing in made if paths.gone(timing.condition.paths, after=False) == []]
@@ -44,7 +47,7 @@ def fitted(fn: FunctionType, timings: Sequence[Timing], boundary: Boundary | Non
 
 
 class _Paths:
-    """The paths of a function's entries, checked against its arguments."""
+    """Check of paths against the arguments of a function."""
 
     def __init__(self, arguments: Arguments, target: str) -> None:
         self._arguments = arguments
@@ -52,11 +55,11 @@ class _Paths:
         self.lost: dict[str, ConfigError] = {}
 
     def gone(self, paths: Iterable[str], *, after: bool = True) -> list[str]:
-        """Return the paths that begin with no argument of the function."""
+        """Return the paths that begin with an argument which the function does not have."""
         return [path for path in paths if not self._is_there(path, after)]
 
     def kept(self, timing: Timing) -> Timing:
-        """Return an entry without the removed paths. Its condition is left unchanged."""
+        """Return a copy of the entry without the removed paths. Its condition is unchanged."""
         return timing._replace(
             id=() if self.gone(_all_in(timing.id)) else timing.id,
             policy_version=self._one(timing.policy_version),
@@ -68,7 +71,7 @@ class _Paths:
         )
 
     def kept_boundary(self, boundary: Boundary) -> Boundary:
-        """Return a boundary without the removed paths. Its condition is left unchanged."""
+        """Return a copy of the boundary without the removed paths. Its condition is unchanged."""
         entry = boundary.entry
         left = msgspec.structs.replace(
             entry,
@@ -94,15 +97,14 @@ class _Paths:
 
 
 def _all_in(texts: Iterable[str | None]) -> list[str]:
-    """Return all paths in texts of an entry, such as a label with `{path}` in it."""
+    """Return all paths in texts of an entry, such as `{uid}_{attempt}`."""
     return [path for text in texts if text for path in paths_in(text)]
 
 
 def _for_any_call(timings: Sequence[Timing]) -> Timing:
-    """Return the first of these entries for all calls, because the calls of each entry can no longer be told
-    apart.
+    """Return one entry for all calls, made of entries whose conditions cannot be read any more.
 
-    The returned entry has no stage if the entries have several.
+    It is the first entry, without its stage if the entries have different stages.
     """
     first = timings[0]._replace(condition=_ANY)
     labels = {(timing.role, timing.stage) for timing in timings}

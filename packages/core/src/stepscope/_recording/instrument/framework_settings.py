@@ -1,4 +1,4 @@
-"""Settings of unedited frameworks, read from their configuration when a step begins."""
+"""Settings of frameworks, which are read from the framework's configuration when a step begins."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _ABSENT = object()
 
 
 _sources: dict[str, tuple[FrameworkSettings, ListedSettings]] = {}
-"""{`module:name` of a function that begins a step: (framework, its settings to read)}. One writer:
-`expect`."""
+"""{`module:name` of a function that begins steps: (framework, settings to read)}. One writer: `expect`."""
 _latest: int | None = None
-"""Id of the configuration object that was read last, because steps do not change it. Writers: `expect`,
-`look`."""
+"""Id of the configuration object that was read last, so that it is not read again in each step. Writers:
+`expect`, `look`."""
 
 
 def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) -> None:
-    """Set the presets whose frameworks' settings are read. `installed` returns a distribution's version."""
+    """Set the presets whose settings are read. `installed` returns the version of a distribution."""
     global _latest
     _latest = None
     _sources.clear()
@@ -38,14 +37,16 @@ def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) ->
 
 
 def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Keep the settings in the configuration that the framework's function `target` was called with."""
+    """Read the settings from the arguments of a call of `target`, a function that begins steps, and store
+    them.
+    """
     global _latest
     if target not in _sources:
         return
     framework, listed = _sources[target]
     try:
         configuration = arguments.read(listed.at, args, kwargs)
-    except ours():  # another version keeps it elsewhere: its settings are unknown
+    except ours():  # another version may have it elsewhere
         return
     if id(configuration) != _latest:
         _latest = id(configuration)
@@ -54,15 +55,13 @@ def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: di
 
 
 def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
-    """Yield the listed settings that the configuration has, without values that are neither numbers nor
-    listed words.
-    """
+    """Yield the listed settings that the configuration has, if their values are numbers or listed words."""
     for knob, setting in listed.items():
         value: object = _ABSENT
         try:
             if setting.where is None or _value_at(configuration, setting.where):
                 value = _value_at(configuration, setting.name)
-        except ours():  # it has no such setting, or cannot resolve it
+        except ours():  # no such setting, or it cannot be resolved
             pass
         if not (is_number(value) or value in (setting.better, *setting.instead_of)):
             continue
@@ -74,6 +73,6 @@ def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
 def _value_at(configuration: object, setting: str) -> object:
     value = configuration
     for name in place_of(setting):
-        # A DictConfig answers None for an attribute that it lacks.
+        # Not getattr for mappings, because a DictConfig returns None for a missing attribute.
         value = value[name] if isinstance(value, Mapping) else getattr(value, name)
     return value

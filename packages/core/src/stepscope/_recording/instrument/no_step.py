@@ -1,10 +1,10 @@
-"""A line at the end of a program in which no step began, or none of the selected ones.
+"""A message at the end of an unedited program in which no step began, or no selected step.
 
-Without that line, a preset that does not fit, or a function that the loop never calls, would capture nothing
-silently. The process that `stepscope run` started logs the line. Without `stepscope run`, or if it starts no
-Python program, each process that read the configuration by itself does (only rank 0 of several ranks, and no
-Ray worker). Each process records in a file of the run's folder that a step began, was captured, or failed;
-the logging process reads that file.
+Without the message, a preset that does not fit, or a function that is never called, would silently capture
+nothing. The process that `stepscope run` started logs the message. Without `stepscope run`, or if it did not
+start a Python program, each process that has read the configuration logs it, but only rank 0 of several
+ranks, and no Ray worker. Each process records in a file of the run's folder whether a step began, was
+captured, or failed. The logging process reads this file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.storage.atomic import private
 
 MAIN = "STEPSCOPE_RUN_PID"
-"""Variable that `stepscope run` sets: the program's process id. A Python program adds `_IS_PYTHON` to it."""
+"""Environment variable in which `stepscope run` states the program's process id. A Python program appends
+`_IS_PYTHON`."""
 _IS_PYTHON = " python"
 
 _config: ProfileConfig | None = None
-"""The configuration that is checked when this process ends. One writer: `watch`."""
+"""The configuration for the check at exit, or None. One writer: `watch`."""
 _steps: list[int] = []
-"""The lowest and the latest step that began in this process. One writer: `reached`."""
+"""[lowest step, last step] that began in this process; empty at first. One writer: `reached`."""
 _count = 0
 """Number of steps that began in this process. One writer: `reached`."""
 _added: set[str] = set()
@@ -38,7 +39,9 @@ _added: set[str] = set()
 
 
 def watch(config: ProfileConfig) -> None:
-    """Check, when this process ends, that a step began. For a process that read `config` by itself."""
+    """At exit of this process, check that a step has begun. Called in a process that has read the
+    configuration.
+    """
     global _config
     if _config is None:
         atexit.register(_at_exit, os.getpid())
@@ -48,9 +51,7 @@ def watch(config: ProfileConfig) -> None:
 
 
 def reached(config: ProfileConfig, step: int) -> None:
-    """Record that a step begins, captured or not. When the second step begins, log functions that were never
-    called.
-    """
+    """Record that a step begins, captured or not. At the second step, log functions that were not called."""
     global _count
     _count += 1
     if _count == 1:
@@ -67,7 +68,7 @@ def captured(config: ProfileConfig) -> None:
 
 
 def failed(error: BaseException, config: ProfileConfig | None = None) -> None:
-    """Record why a selected step could not be captured, if this is the first failure of this process."""
+    """Record why a selected step could not be captured. Only the first error of a process is recorded."""
     if config is not None or _config is not None:
         _add(config or _config, layout.FAILED, failures.describe(error))
 
@@ -81,12 +82,12 @@ def _add(config: ProfileConfig | None, word: str, text: str) -> None:
         mark.parent.mkdir(parents=True, exist_ok=True)
         with open(mark, "a", encoding="utf-8", opener=private) as file:
             file.write(" ".join([word, *text.split()]) + "\n")
-    except ours(OSError):  # a folder that cannot be written is reported by the captures
+    except ours(OSError):  # captures report a folder that cannot be written
         pass
 
 
 def _at_exit(pid: int) -> None:
-    if _config is None or pid != os.getpid() or not _speaks():  # a forked child says nothing
+    if _config is None or pid != os.getpid() or not _speaks():  # not in a forked child
         return
     try:
         outcome = RunLayout(_config.save_path).outcome(run.run_id())
@@ -98,7 +99,7 @@ def _at_exit(pid: int) -> None:
 
 
 def _about_captures(config: ProfileConfig, outcome: Mapping[str, str]) -> str | None:
-    """Return a line if steps began and none was captured."""
+    """Return the message if steps began but none was captured, else None."""
     is_main = os.environ.get(MAIN, "").endswith(_IS_PYTHON)
     if not config.steps or layout.CAPTURED in outcome or not (_steps or is_main):
         return None
@@ -117,7 +118,7 @@ def _about_boundaries() -> str | None:
     if not boundaries or _steps:
         return None
     if os.environ.get(MAIN) is None and not any("was patched" in fate for fate in boundaries):
-        return None  # a process of another kind: it does not even import the framework
+        return None  # another process that does not import the framework
     ended_by = _ended_by()
     if ended_by is not None:
         return f"no step began, and none was captured: the program ended before, with {ended_by}"
@@ -137,7 +138,7 @@ def _ended_by() -> str | None:
 
 
 def _speaks() -> bool:
-    """Return True if this process logs the line on behalf of its run."""
+    """Return whether this process logs the message for its run."""
     main = os.environ.get(MAIN, "")
     if main.endswith(_IS_PYTHON):
         return main == f"{os.getpid()}{_IS_PYTHON}"

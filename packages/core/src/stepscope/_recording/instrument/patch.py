@@ -1,4 +1,6 @@
-"""The function `instrument`, which times functions of unedited code as `profile_step` would."""
+"""The function `instrument`, which records functions of unedited code as the decorator `profile_step`
+does.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ from stepscope.files import switch
 
 _lock = threading.RLock()
 _instruments: dict[str, Instrument] = {}
-"""{`module:name`: handle that is installed or waits for the import}. One writer: this module."""
+"""{`module:name`: handle that is installed or waits for the module's import}. One writer: this module."""
 refusals: dict[str, str] = {}
-"""{`module:name`: reason why nothing is installed}. One writer: this module."""
+"""{`module:name`: reason why the function could not be patched}. One writer: this module."""
 missed: dict[str, str] = {}
-"""Functions that presets name and that do not exist in this process: {`instrument(...) of the preset ...`:
-reason}. One writer: `note_failure`."""
+"""{`instrument(...) of the preset ...`: reason} of preset entries that do not fit this process. Writers:
+`note_failure`, `_note_lost`."""
 
 
 class Patched(NamedTuple):
-    """One attribute that was replaced."""
+    """One replaced attribute."""
 
     parent: object
     attribute: str
@@ -47,7 +49,7 @@ class Patched(NamedTuple):
 
 
 class Instrument:
-    """The handle of one instrumented function. Made by `instrument`."""
+    """The handle of one instrumented function, which `instrument` returns."""
 
     def __init__(
         self,
@@ -62,21 +64,21 @@ class Instrument:
         self.target = f"{module}:{name}"
         self.timings = tuple(timings)
         self.recorded = self.timings
-        """`timings` without the paths that begin with no argument of the function."""
+        """`timings` as used, without paths to arguments that the function does not have (presets only)."""
         self.boundary = boundary
         self.origin = origin
-        """The preset that the entry belongs to, in words for messages; empty if there is none."""
+        """Words for messages that name the preset of the entry; empty if there is none."""
         self._patched: list[Patched] = []
         self._redirected: list[tuple[FunctionType, FunctionType, FunctionType]] = []
-        """(function that called the original, the original, its replacement)."""
+        """(function that calls the original, the original, its replacement)."""
 
     @property
     def installed(self) -> bool:
-        """True if the function is replaced: not before its module is imported, and not after `remove`."""
+        """True if the function is replaced now: its module is imported, and `remove` was not called."""
         return bool(self._patched)
 
     def remove(self) -> None:
-        """Restore the original, or cancel the wait for the module. Idempotent."""
+        """Restore the original function, or stop waiting for its module. Idempotent."""
         with _lock:
             if _instruments.get(self.target) is self:
                 del _instruments[self.target]
@@ -94,10 +96,10 @@ class Instrument:
                 layers.redirected(caller, replacement, original)
 
     def install(self, module: ModuleType) -> None:
-        """Replace the function in its module, which is imported.
+        """Replace the function in its imported module.
 
         Raises:
-            ConfigError: The function does not exist, or is timed already.
+            ConfigError: The function does not exist, or is already recorded.
             TypeError: The attribute is not a Python function.
         """
         parent, attribute = parent_of(module, self.name)
@@ -105,21 +107,23 @@ class Instrument:
         refusals.pop(self.target, None)
 
     def install_on(self, cls: type) -> None:
-        """Replace the method in the class of a live object, such as a Ray actor, whose class is a copy of the
-        module's.
+        """Replace the method in the class of an object, such as a Ray actor, whose class is a copy of the
+        class in the module.
         """
         attribute = self.name.rpartition(".")[2]
         for owner in reversed(cls.__mro__):
             member = vars(owner).get(attribute)
-            # What a copy calls may have travelled apart from its class. The name is what is left.
+            # Methods of a copy may have been pickled separately from the class, so they are recognised by
+            # name.
             named = {_name(owner) + f".{attribute}", _name(member)} if member is not None else ()
             if f"{self.module}.{self.name}" in named and not wrapping.is_replacement(member):
                 self._replace(owner, attribute)
 
     def _replace(self, parent: object, attribute: str) -> None:
-        import wrapt  # import time: 54 ms, and few programs come here
+        import wrapt  # imported here: 54 ms, and few programs need it
 
-        # A lazy module has only what it was asked for; a class is read without calling its descriptors.
+        # getattr, because a lazy module loads attributes on access. Static for a class, to get the descriptor
+        # itself.
         original = (
             getattr(parent, attribute)
             if isinstance(parent, ModuleType)
@@ -133,7 +137,8 @@ class Instrument:
         replacement = self._replacement(original)
         inherited = attribute not in vars(parent)
         if inherited and isinstance(parent, type):
-            # Where pickle looks for it: under its old name it finds the function of the base class.
+            # The name is changed for pickle, which would find the function of the base class under the old
+            # name.
             made = cast(FunctionType, getattr(replacement, "__func__", replacement))
             made.__module__, made.__qualname__ = parent.__module__, f"{parent.__qualname__}.{attribute}"
         wrapt.apply_patch(parent, attribute, replacement)
@@ -169,29 +174,32 @@ class Instrument:
     def _imported(self, module: ModuleType) -> None:
         with _lock:
             if _instruments.get(self.target) is not self:
-                return  # removed while it waited
+                return  # removed meanwhile
             try:
                 self.install(module)
             except ours() as error:
-                # The import is the user's: it succeeds, whatever we do not find in the module.
+                # The user's import must succeed, even if the function does not exist.
                 del _instruments[self.target]
                 note_failure(self, error)
 
 
 def note_failure(handle: Instrument, error: Exception) -> None:
-    """Log, once per absent module, that a function is not timed here. Keep the reason for the manifest."""
+    """Log, once for each absent module, that a function is not recorded, and store the reason for the
+    manifest.
+    """
     is_absent = isinstance(error, ConfigError) and error.value == handle.module
     target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
     refusals[handle.target] = str(error)
     place = f"instrument({target}){handle.origin}"
     if handle.origin:
         missed[place] = failures.describe(error)
-    # What a preset lacks, all processes that import the framework lack. A capture tells the rest.
+    # All processes that import the framework lack the same functions, so only the first logs them. A capture
+    # logs the others.
     failures.note(place, error, aloud=not handle.origin or is_first())
 
 
 def _note_lost(handle: Instrument, path: str, error: ConfigError) -> None:
-    """Log that an entry of a preset cannot read a path here, as `note_failure` does. The calls are still
+    """Log, as `note_failure` does, that an entry of a preset cannot read a path. The calls are still
     recorded.
     """
     place = f"{path!r} of instrument({handle.module!r}, {handle.name!r}){handle.origin}"
@@ -202,36 +210,37 @@ def _note_lost(handle: Instrument, path: str, error: ConfigError) -> None:
 def instrument(
     module: str, name: str, *, role: str, stage: str | None = None, attrs: Attrs | None = None
 ) -> Instrument:
-    """Time the function `name` (`"Class.method"`) of `module`: now, or once the module is imported.
+    """Record calls of the function `name` (`"Class.method"`) of `module` as spans, from now on or from the
+    module's import on.
 
-    Code that imported it before (`from module import name`) keeps the untimed function. Only this process
-    changes: with Ray, call it in the worker, or list it under `instrument` in the configuration. A second
-    call with the same arguments returns the same handle.
+    Code that has already imported the function (`from module import name`) keeps the original. Only this
+    process is changed: with Ray, call this in the worker, or list the function under `instrument` in the
+    configuration. A second call with the same arguments returns the same handle.
 
     Args:
-        module: Dotted name. It is not imported here.
-        name: Dotted path inside the module.
-        role: As for `profile_step`, and so are `stage` and `attrs`.
+        module: Dotted name of the module, which is not imported by this call.
+        name: Dotted path of the function in the module.
+        role: See `profile_step`, also for `stage` and `attrs`.
 
     Raises:
-        ConfigError: No such module or name (the message lists the names), it is timed already, or an argument
-            is wrong.
+        ConfigError: The module or function does not exist (the message lists the names), the function is
+            already recorded, or an argument is wrong.
         TypeError: The named object is not a Python function.
 
-    A wrong name in a module that is imported later is logged then; the import succeeds. With
-    STEPSCOPE_DISABLE=1 nothing is ever replaced.
+    If the module is imported later and the name is wrong, this is logged, and the import succeeds. With
+    STEPSCOPE_DISABLE=1, nothing is replaced.
     """
     api.check(role, stage, attrs)
     return place(Instrument(module, name, [Timing(role, stage, attrs, Condition({}, {}))]))
 
 
 def place(handle: Instrument, *, early: bool = False) -> Instrument:
-    """Install `handle`, or let it wait for its module. If an equal handle is already installed, return that
-    one.
+    """Install `handle`, now or at the import of its module, and return it. If an equal handle exists, return
+    that handle.
 
     Args:
-        early: True if `sys.path` is not complete yet (at program start, in a Ray worker), so that a package
-            that is not found may still appear.
+        early: True if `sys.path` may not be complete yet (at program start, in a Ray worker). An absent
+            package is then not an error.
 
     Raises:
         ConfigError: as `instrument`.
@@ -258,20 +267,20 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
 
 
 def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Call `hook(module)` once `module` is imported, or at once if it already is."""
-    import wrapt  # import time, as above
+    """Call `hook(module)` when `module` is imported, or at once if it is imported already."""
+    import wrapt  # imported here: 54 ms
 
     wrapt.register_post_import_hook(hook, module)
 
 
 def same(one: Instrument, other: Instrument) -> bool:
-    """Return whether both handles time the same function in the same way, with the same boundary."""
+    """Return whether both handles record a function in the same way."""
     return (one.timings, one.boundary) == (other.timings, other.boundary)
 
 
 def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
-    """Return `fn` wrapped so that each call is recorded by the first of `timings` whose condition it meets.
-    All timings are of one layer.
+    """Return a wrapper of `fn`. Each call is recorded by the first of `timings` whose condition it meets. All
+    timings belong to one layer.
     """
     versions = [(timing.condition, calls.wrap(fn, timing, target)) for timing in timings]
     if versions[0][0].any_call:
@@ -287,7 +296,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
         return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
 
     made = wrapping.calling(fn, _CHOICE, "", calls.is_always(timings), version=version)
-    # The roles of a class are read off it.
+    # The declared role is kept, because `decorated_roles` reads it from the method.
     return wrapping.wraps(fn, made, wrapping.declared(versions[0][1]))
 
 
@@ -303,7 +312,7 @@ _CHOICE = """
 
 
 def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
-    """Return the class or module that holds `name`, and the last part of `name`."""
+    """Return the class or module that has the attribute `name`, and the last part of `name`."""
     *path, attribute = name.split(".")
     parent: object = module
     for at, part in enumerate(path):
@@ -316,7 +325,7 @@ def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
 
 
 def _original_class(owner: object) -> object:
-    """Return the class that `@ray.remote` hides. A copy of it travels to the actors."""
+    """Return the class behind `@ray.remote`, which Ray sends to the actors."""
     hidden = getattr(owner, "__ray_metadata__", None)
     return owner if hidden is None else hidden.modified_class.__ray_actor_class__
 
@@ -326,10 +335,10 @@ def _name(thing: object) -> str:
 
 
 def _copies(cls: type, attribute: str) -> Iterator[tuple[type, FunctionType]]:
-    """Yield the classes below `cls` that have a function `attribute` of their own, and that function.
+    """Yield (subclass, function) for each subclass of `cls` that defines a function `attribute`.
 
-    `@ray.remote` makes a subclass with a decorated copy of each method, also of inherited ones, so that the
-    subclass keeps calling the original functions.
+    `@ray.remote` makes a subclass with a decorated copy of each method, also of inherited methods. The copies
+    call the original functions.
     """
     subclasses: list[type] = type.__subclasses__(cls)
     for below in subclasses:
@@ -340,8 +349,8 @@ def _copies(cls: type, attribute: str) -> Iterator[tuple[type, FunctionType]]:
 
 
 def check_importable(module: str, *, early: bool = False) -> None:
-    """Raise ConfigError if `module` cannot be imported. With `early`, only if its package is there and lacks
-    it.
+    """Raise `ConfigError` if `module` cannot be found. With `early`, an absent top-level package is not an
+    error.
     """
     absent = absent_part(module)
     if absent is not None:
@@ -357,7 +366,7 @@ def check_importable(module: str, *, early: bool = False) -> None:
 
 
 def absent_part(module: str) -> str | None:
-    """Return the first part of a dotted module name that cannot be found, or None. Imports nothing."""
+    """Return the first part of a dotted module name that cannot be found, or None. Nothing is imported."""
     first, *rest = module.split(".")
     if not first:
         return module
@@ -375,7 +384,7 @@ def absent_part(module: str) -> str | None:
             continue
         try:
             part_spec = None if folders is None else PathFinder.find_spec(dotted, list(folders))
-        except KeyError:  # a folder without __init__.py: its spec wants the parent imported
+        except KeyError:  # the spec of a folder without __init__.py needs its parent
             folders = [os.path.join(folder, part) for folder in folders or ()]
             continue
         if part_spec is None:
@@ -385,7 +394,7 @@ def absent_part(module: str) -> str | None:
 
 
 def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
-    """Return the error for a dotted name that exists only up to `path`, which leads to `parent`."""
+    """Return the error for a dotted name of which only `path`, which leads to `parent`, exists."""
     keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
     names = [".".join((*path, key)) for key in keys]
     near = closest(name, names)
@@ -404,6 +413,6 @@ def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str])
 
 
 def _can_be_timed(parent: object, key: str) -> bool:
-    # getattr_static: lazy modules import what they are asked for.
+    # getattr_static, because lazy modules import on attribute access.
     member = inspect.getattr_static(parent, key, None)
     return isinstance(member, (FunctionType, classmethod, staticmethod, type))
