@@ -52,7 +52,7 @@ TABLES = {
         "why",
         "formatting",
     ),
-    *("block", "brief", "charts", "html", "terminal", "__init__"),
+    *("block", "brief", "charts", "html", "terminal", "terminal_blocks", "__init__"),
 }
 """Parts of the report that compute tables, and draw them."""
 REPORT_ARROWS = {

@@ -20,7 +20,7 @@ from stepscope_report.html.step_page import render_step
 from stepscope_report.sections.breakdown import say_left_out
 from stepscope_report.sections.health import worst_first
 from stepscope_report.sections.long_tail import trajectories
-from stepscope_report.terminal import table
+from stepscope_report.terminal_blocks import table
 from stepscope_report.timeline import load_step
 
 

@@ -36,7 +36,8 @@ from stepscope_report.gate import (
     read_gate_steps,
 )
 from stepscope_report.plain import plain_diff
-from stepscope_report.terminal import diff_markdown, markdown_table, render_diff, table
+from stepscope_report.terminal import diff_markdown, render_diff
+from stepscope_report.terminal_blocks import markdown_table, table
 from stepscope_report.timeline import Timeline, Traces
 from stepscope_report.timeline.activity.split import by_stage
 

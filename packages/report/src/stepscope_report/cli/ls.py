@@ -24,7 +24,7 @@ from stepscope_report.near import Neighbours, is_longer
 from stepscope_report.sections.baseline import between_near
 from stepscope_report.sections.cause import Cause, cause_of
 from stepscope_report.sections.health import say_deaths, step_health
-from stepscope_report.terminal import listing, table
+from stepscope_report.terminal_blocks import listing, table
 from stepscope_report.timeline import Timeline, load_step
 
 

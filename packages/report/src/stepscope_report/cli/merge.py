@@ -23,7 +23,7 @@ from stepscope_report.formatting import count, size
 from stepscope_report.report import step_report
 from stepscope_report.sections.health import NOT_COMPLETE
 from stepscope_report.sections.stages import Share, Stage
-from stepscope_report.terminal import listing
+from stepscope_report.terminal_blocks import listing
 from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
 from stepscope_report.timeline.merge.archive import Archived, archive_plain, archive_step
 from stepscope_report.timeline.merge.merge import merge_plain

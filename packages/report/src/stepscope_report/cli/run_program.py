@@ -33,7 +33,7 @@ from stepscope.files.layout import CAPTURED, FAILED, RunLayout
 from stepscope.integrations import startup
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
-from stepscope_report.terminal import listing
+from stepscope_report.terminal_blocks import listing
 
 STARTUP = Path(startup.__file__).parent
 RUN_PID = "STEPSCOPE_RUN_PID"

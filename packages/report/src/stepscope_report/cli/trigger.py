@@ -30,7 +30,7 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.command import Command, CommandError, Exit, GroupWithDefault
 from stepscope_report.cli.find import no_run
 from stepscope_report.formatting import moment
-from stepscope_report.terminal import listing, table
+from stepscope_report.terminal_blocks import listing, table
 
 POLL_S = 0.2
 trigger = typer.Typer(

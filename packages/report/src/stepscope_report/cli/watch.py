@@ -26,7 +26,7 @@ from stepscope_report.cli.why import ask, say_median, step_lines
 from stepscope_report.formatting import count, duration, turn
 from stepscope_report.live import COLUMNS, Fleet, Live, Sampled, live
 from stepscope_report.sections.counters import quantity
-from stepscope_report.terminal import listing, table
+from stepscope_report.terminal_blocks import listing, table
 from stepscope_report.timeline.sources import latest_counters
 
 BARS = " ▁▂▃▄▅▆▇█"

@@ -12,7 +12,7 @@ from rich.text import Text
 from stepscope_report.cli import screen
 from stepscope_report.cli.find import STEPS_HELP, find_of_run
 from stepscope_report.formatting import count, duration, plain
-from stepscope_report.terminal import table
+from stepscope_report.terminal_blocks import table
 from stepscope_report.timeline import Timeline, load_step, span_bytes
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Model, Prediction, predict
