@@ -27,7 +27,7 @@ from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope._recording.spans import collective_calls, lines, scopes, tasks
 from stepscope._recording.spans.span import Span
-from stepscope._recording.spans.tasks import DEPTH, Place, frame_of
+from stepscope._recording.spans.tasks import DEPTH, frame_of
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SEQUENCE, only_waits
@@ -75,8 +75,12 @@ _BLOCKED_S = 0.1
 """An event loop counts as blocked if one callback takes longer than this."""
 _ASK_S = 0.5
 """Longest wait for a library that may block."""
-_BITE_S = 0.002
-"""Time of work without a pause; after that, other threads get the interpreter for as long."""
+_BITE_S = 0.004
+"""Time of work without a pause. Python itself lets a thread that holds the interpreter run on for 5 ms."""
+_REST_S = 0.0005
+"""Length of a pause, in which another thread may take the interpreter and keep it until it waits."""
+_BATCH = 20
+"""Number of items between two looks at the clock."""
 _NEXT_LOG = 1 << 40
 """The distance between the numbers of spans of two logs."""
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
@@ -84,8 +88,9 @@ _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
 """Methods of an event loop that have no Python frame if the loop is written in C, as uvloop is."""
 
-Group: TypeAlias = "tuple[str, str | None, Place]"
-"""Stage, role and place of calls that count as alike."""
+Group: TypeAlias = "tuple[str, str | None, tuple[int, int] | None]"
+"""Stage, role and place of calls that count as alike. The place is the id of the code, because hashing the
+code takes longer, and the line."""
 
 
 def state_of(
@@ -107,7 +112,9 @@ def state_of(
     began, callbacks = time.monotonic(), _callbacks()
     now_ns = time.monotonic_ns()
     spans, found = _Calls(logs).read(now_ns)
-    open_ = [span for log in logs for span in log if span.end_ns is None and SEQUENCE in (span.attrs or {})]
+    open_ = [
+        span for log in logs for span in log if span.end_ns is None and span.attrs and SEQUENCE in span.attrs
+    ]
     if callbacks:
         time.sleep(max(0.0, began + _BLOCKED_S - time.monotonic()))
     return ProcessState(
@@ -152,22 +159,19 @@ class _Calls:
         self._read_tasks()
         leaves, left_out = self._leaves()
         kept = self._with_those_above(leaves)
-        spans = tuple(self._each(kept, lambda span: self._open_span(span, now_ns, left_out.get(id(span), 0))))
+        spans = tuple(self._open_span(span, now_ns, left_out.get(id(span), 0)) for span in self._paced(kept))
         own = [self._task_of[id(span)] for span in kept if id(span) in self._task_of]
-        found = list(self._each([*own, *self._rest], lambda task: tasks.task_of(task, self._number)))
+        found = [tasks.task_of(task, self._number) for task in self._paced([*own, *self._rest])]
         known = {task.id for task in found}
         return spans, tuple(_without_unknown(task, known) for task in found)
 
-    def _each(self, items: Sequence[Any], work: Callable[[Any], Any]) -> Iterator[Any]:
-        for item in items:
-            self._pause()
-            yield work(item)
-
-    def _pause(self) -> None:
-        """Sleep after each stretch of work, so that other threads get half of the time."""
-        if time.monotonic() > self._pause_at:
-            time.sleep(_BITE_S)
-            self._pause_at = time.monotonic() + _BITE_S
+    def _paced(self, items: Sequence[T]) -> Iterator[T]:
+        """Yield the items. Sleep after each stretch of work, so that other threads get the interpreter."""
+        for first in range(0, len(items), _BATCH):
+            if time.monotonic() > self._pause_at:
+                time.sleep(_REST_S)
+                self._pause_at = time.monotonic() + _BITE_S
+            yield from items[first : first + _BATCH]
 
     def _read_tasks(self) -> None:
         """Assign all tasks to their spans.
@@ -177,11 +181,11 @@ class _Calls:
         """
         beside: Counter[Group] = Counter()
         known: dict[Group, Group] = {}
-        for task in tasks.all_tasks(_loops()):
-            self._pause()
+        for task in self._paced(tasks.all_tasks(_loops())):
             if task.done():
                 continue
-            span, place = tasks.span_of(task), tasks.place_of(task)
+            span, innermost = tasks.span_of(task), tasks.place_of(task)
+            place = None if innermost is None else (id(innermost[0]), innermost[1])
             group = ("", None, place) if span is None else (span.stage, span.role, place)
             group = known.setdefault(group, group)
             if span is not None and id(span) not in self._task_of:
@@ -196,16 +200,14 @@ class _Calls:
         first span of a group: number of spans of the group that are left out}.
         """
         above, open_ = set[int](), list[Span]()
-        for span in self._spans:
-            self._pause()
+        for span in self._paced(self._spans):
             if span.end_ns is None:
                 open_.append(span)
                 above.add(id(_parent_of(span)))
         counts: Counter[Group] = Counter()
         first: dict[Group, Span] = {}
         ranked: list[tuple[int, Span]] = []
-        for span in open_:
-            self._pause()
+        for span in self._paced(open_):
             if id(span) in above:
                 continue
             group = self._groups.get(id(span)) or (span.stage, span.role, None)
@@ -258,8 +260,8 @@ def _is_collective_of_a_call(span: Span) -> bool:
 
 def _parent_of(span: Span) -> Span | None:
     """Return the next open span above in the same log, or None."""
-    scope = span.parent
-    while scope is not None and (scope.log is not span.log or cast(Span, scope).end_ns is not None):
+    scope: Any = span.parent  # a span, if it is in a log: `cast` would be a call for each of 60,000
+    while scope is not None and (scope.log is not span.log or scope.end_ns is not None):
         scope = scope.parent
     return cast("Span | None", scope)
 

@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
-from types import CodeType, FrameType
+from types import CodeType, CoroutineType, FrameType
 from typing import Any, TypeAlias, cast
 
 from stepscope._recording.spans import scopes
@@ -77,14 +77,21 @@ def _context_of(task: Any) -> Context | None:
     if hasattr(task, "get_context"):
         return cast(Context, task.get_context())
     # Before Python 3.12 no method tells it, and the garbage collector sees it in a task that is written in C.
-    seen = (getattr(task, "_context", None), *gc.get_referents(task))
-    return next((item for item in seen if type(item) is Context), None)
+    for item in gc.get_referents(task):
+        if type(item) is Context:
+            return item
+    return cast("Context | None", getattr(task, "_context", None))
 
 
 def place_of(task: Any) -> Place:
-    frame = None
-    for frame, _ in _chain(task.get_coro()):  # noqa: B007 - the last one counts
-        pass
+    inner, awaited = None, task.get_coro()
+    # Coroutines of `async def` need none of the checks in `_chain`, which take 5 us for each of 20,000 tasks.
+    while type(awaited) is CoroutineType:
+        inner, awaited = awaited, awaited.cr_await
+    frame = None if inner is None else inner.cr_frame
+    if awaited is not None and type(awaited).__name__ != "FutureIter":
+        for frame, _ in _chain(awaited):  # noqa: B007 - the last one counts
+            pass
     return None if frame is None else (frame.f_code, frame.f_lineno or 0)
 
 
