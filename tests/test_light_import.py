@@ -30,16 +30,21 @@ HEAVY = {
 }
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Top-level names that `statement` adds to `sys.modules` of a fresh interpreter."""
+def modules_of(statement: str) -> set[str]:
+    """Names that `statement` adds to `sys.modules` of a fresh interpreter."""
     program = (
         f"import sys; before = set(sys.modules)\n{statement}\nimport json\n"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     output = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     ).stdout
-    return set(json.loads(output))
+    return set(json.loads(output.splitlines()[-1]))
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level names that `statement` adds to `sys.modules` of a fresh interpreter."""
+    return {name.partition(".")[0] for name in modules_of(statement)}
 
 
 def test_importing_every_name_loads_nothing_heavy() -> None:
@@ -150,6 +155,39 @@ with redirect_stdout(StringIO()) as output:
 assert "aten::mm" in output.getvalue()
 """
     assert not loaded_by(program) & {"pydantic", "_hashlib"}
+
+
+def test_a_command_loads_no_module_of_another_command() -> None:
+    """`why` answers within 2 s beside a busy run, and the modules of reports take half a second of CPU."""
+    modules = modules_of("from stepscope_report.cli import run; run(['why', '-h'])")
+    assert "stepscope_report.cli.why" in modules
+    assert not modules & {"stepscope_report.cli.report", "stepscope_report.timeline", "rich.progress"}
+
+
+ASKED = """
+import sys
+from pathlib import Path
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            print(len([*Path(sys.argv[1]).rglob("*.json")]))
+
+sys.meta_path.insert(0, Finder())
+from stepscope_report.cli import run
+run(["why", *sys.argv[1:]])
+print([*Path(sys.argv[1]).rglob("*.json")])
+"""
+"""Prints the number of orders in a run when the command line is imported, and the orders that are left."""
+
+
+@pytest.mark.parametrize(("words", "orders"), [(["--wait", "0.1"], 1), (["-h"], 0), (["--wat"], 1)])
+def test_why_asks_the_run_before_the_command_line_is_imported(
+    tmp_path: Path, words: list[str], orders: int
+) -> None:
+    program = [sys.executable, "-c", ASKED, str(tmp_path), *words]
+    lines = subprocess.run(program, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (lines[0], lines[-1]) == (str(orders), "[]")
 
 
 def test_only_the_command_and_what_it_prints_import_what_it_prints_with() -> None:

@@ -13,6 +13,9 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    from stepscope_report.cli import app  # here: most modules of `cli` are used without the command
+    from stepscope_report.cli import asking  # here: most modules of `cli` are used without the command
 
-    return app.run(arguments)
+    with asking.asked_early(arguments) as question:
+        from stepscope_report.cli import app
+
+        return app.run(arguments, question)

@@ -5,36 +5,77 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from stepscope.config import unknown_variables
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope_report.cli import screen
-from stepscope_report.cli.analyse import analyse
+from stepscope_report.cli.asking import Question
 from stepscope_report.cli.command import CONTEXT, Command, CommandError, Exit, Group
-from stepscope_report.cli.demo import demo
-from stepscope_report.cli.diff import diff
-from stepscope_report.cli.doctor import doctor
-from stepscope_report.cli.export import export, publish
-from stepscope_report.cli.ls import ls
-from stepscope_report.cli.mcp import mcp
-from stepscope_report.cli.merge import merge
-from stepscope_report.cli.report import report
-from stepscope_report.cli.run_program import run as run_command
-from stepscope_report.cli.run_program import validate
-from stepscope_report.cli.trigger import trigger
-from stepscope_report.cli.watch import watch
-from stepscope_report.cli.what_if import what_if
-from stepscope_report.cli.why import why
+
+_COMMANDS = {
+    "demo": "demo:demo",
+    "run": "run_program:run",
+    "report": "report:report",
+    "merge": "merge:merge",
+    "analyse": "analyse:analyse",
+    "diff": "diff:diff",
+    "what-if": "what_if:what_if",
+    "ls": "ls:ls",
+    "trigger": "trigger:trigger",
+    "watch": "watch:watch",
+    "why": "why:why",
+    "validate": "run_program:validate",
+    "export": "export:export",
+    "publish": "export:publish",
+    "mcp": "mcp:mcp",
+    "doctor": "doctor:doctor",
+}
+"""{command: `module:function`, or `module:group`, in this package}."""
+_ENDS_AT_THE_PROGRAM = {"allow_interspersed_args": False}
+"""Settings of `run`: all words after the program's name are the program's."""
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name. A module is imported when its command is asked for, because the modules of all
+    commands take half a second of CPU.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, attribute = _COMMANDS[name].partition(":")
+        found = getattr(import_module(f"stepscope_report.cli.{module}"), attribute)
+        if isinstance(found, typer.Typer):
+            group = typer.main.get_command(found)
+            group.name = name
+            return group
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        settings = _ENDS_AT_THE_PROGRAM if name == "run" else None
+        alone.command(name, cls=Command, context_settings=settings)(found)
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+class _AllCommands(Group):
+    """The group of all commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Commands()
+
 
 app = typer.Typer(
     name="stepscope",
-    cls=Group,
+    cls=_AllCommands,
     help="See where every step of an RL post-training run goes.",
     epilog="Exit codes: 0 success; 1 an error; 2 the command line or the configuration is wrong; "
     "3 it worked, and something that should be there is missing, broken or left out.",
@@ -42,22 +83,6 @@ app = typer.Typer(
     context_settings=CONTEXT,
     pretty_exceptions_enable=False,
 )
-app.command(cls=Command)(demo)
-app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run_command)
-app.command(cls=Command)(report)
-app.command(cls=Command)(merge)
-app.command(cls=Command)(analyse)
-app.command(cls=Command)(diff)
-app.command("what-if", cls=Command)(what_if)
-app.command(cls=Command)(ls)
-app.add_typer(trigger, name="trigger")
-app.command(cls=Command)(watch)
-app.command(cls=Command)(why)
-app.command(cls=Command)(validate)
-app.command(cls=Command)(export)
-app.command(cls=Command)(publish)
-app.command(cls=Command)(mcp)
-app.command(cls=Command)(doctor)
 
 BROKEN_PIPE = 141
 """Exit code if the reader of the output ended first, as in `| head`. Shells report the same code for a
@@ -70,6 +95,8 @@ _with_traceback = False
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version  # here: it imports email
+
         screen.show(f"stepscope {version('stepscope')}")
         raise typer.Exit
 
@@ -90,9 +117,12 @@ def options(
             screen.warn(f"warning: {line}")
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], question: Question | None = None) -> int:
     """Run the command and return its exit code. If the reader of the output ends first, as in `| head`, the
     command ends too.
+
+    Args:
+        question: The question of `why`, if it has been asked.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -100,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     with screen.one_command():
         try:
-            code = _run(arguments)
+            code = _run(arguments, question)
             sys.stdout.flush()
         except BrokenPipeError:
             # Python flushes stdout once more at exit, which would print an error.
@@ -110,9 +140,9 @@ def run(arguments: Sequence[str]) -> int:
     return code
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], question: Question | None) -> int:
     try:
-        app(args=list(arguments), prog_name="stepscope")
+        app(args=list(arguments), prog_name="stepscope", obj=question)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else Exit.OK
     except BrokenPipeError:

@@ -104,6 +104,8 @@ class _Values:
         kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
+        if kind is float and isinstance(value, float):  # the default
+            return value
         if kind in _AS_IT_IS:
             return _AS_IT_IS[kind](value)
         if kind is int and str(value).isdecimal() and info.max is None and int(value) >= (info.min or 0):

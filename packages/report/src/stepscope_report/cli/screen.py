@@ -17,7 +17,6 @@ from typing import NoReturn
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
 from stepscope_report.formatting import visible
@@ -138,6 +137,8 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     if _quiet or not sys.stderr.isatty():
         yield lambda done: None
         return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=_console(stderr=True), transient=True) as bars:
         task = bars.add_task(title, total=total_bytes)

@@ -1,48 +1,38 @@
-"""`stepscope why`: the calls that a run is in right now, and the call that the others wait for."""
+"""`stepscope why`: the calls that a run is in right now, and the call that the others wait for.
+
+Modules that read steps on disk are imported where they are used, because importing them takes longer than the
+answer of a live run.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines, recorded_runs
+from stepscope.files.recorder import StepLine, read_step_lines, recorded_runs
 from stepscope.files.run import steps_of_run
-from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import read_records
 from stepscope_report.cli import screen
+from stepscope_report.cli.asking import Question, fates
 from stepscope_report.cli.command import CommandError, Exit
-from stepscope_report.cli.find import no_run, read_run
 from stepscope_report.formatting import duration, middle
 from stepscope_report.live import COMPARED, usual_ns
-from stepscope_report.sections.health import say_ended, say_span, step_health
-from stepscope_report.terminal import listing
-from stepscope_report.timeline import load_step
+from stepscope_report.terminal_blocks import listing
 from stepscope_report.waiting import say_call
-from stepscope_report.why import ENDED, Why, is_dead, say_first
+from stepscope_report.why import Why, is_dead, say_first
 from stepscope_report.why import why as join
-
-POLL_S = 0.1
-_QUIET_S = 1.0
-"""Seconds after the last answer from which no further answer is expected."""
-_LOOKS_S = 0.7
-"""Seconds within which every process has seen the order. Answers are awaited for at least this time."""
 
 
 def why(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
     wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 3.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
@@ -53,9 +43,12 @@ def why(
     end in the last step on disk.
     """
     if not run.is_dir():
+        from stepscope_report.cli.find import no_run
+
         raise CommandError(no_run(run))
     layout = RunLayout(run)
-    states = ask(layout, wait)
+    asked: Question | None = context.obj
+    states = ask(layout, wait) if asked is None else _answers(asked, wait)
     if not states:
         _show_last_step(run, json)
     answer = join(states, fates(states))
@@ -70,67 +63,13 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
     """Return the states of all processes that answer in time. Return early if every expected process has
     answered.
     """
-    order_id = os.urandom(4).hex()
-    order = Order(run_id="", trigger=WHY, reason="stepscope why", made_ns=time.time_ns(), steps=())
-    path = layout.order(WHY, order_id)
-    write_atomic(path, msgspec.json.encode(order))
-    folder, began = layout.states(path.stem), time.monotonic()
-    answered, last = 0, began
+    with closing(Question(layout)) as question:
+        return _answers(question, wait_s)
+
+
+def _answers(question: Question, wait_s: float) -> list[ProcessState]:
     with screen.waiting("waiting for answers"):
-        while (now := time.monotonic()) < began + wait_s:
-            time.sleep(POLL_S)
-            states = _read(folder)
-            if len(states) > answered:
-                answered, last = len(states), now
-            is_quiet = bool(states) and now > last + _QUIET_S and not any(state.more for state in states)
-            if now > began + _LOOKS_S and (is_quiet or _is_all(states)):
-                break
-    states = _read(folder)
-    path.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    return states
-
-
-def _read(folder: Path) -> list[ProcessState]:
-    return read_records(sorted(folder.glob("[!.]*.json")), ProcessState)
-
-
-def _is_all(states: Sequence[ProcessState]) -> bool:
-    known = {state.process.key for state in states} | fates(states).keys()
-    ranks = {(state.run_id, state.process.role, state.process.rank) for state in states}
-    return bool(known) and all(
-        known >= state.workers.keys()
-        and not state.more
-        and all((state.run_id, state.process.role, rank) in ranks for rank in _world(state.process))
-        for state in states
-    )
-
-
-def _world(process: ProcessInfo) -> range:
-    """Return the ranks of which a process is one. Empty if it has no rank."""
-    return range(0 if process.rank is None else process.world_size or 0)
-
-
-def fates(states: Sequence[ProcessState]) -> dict[str, str]:
-    """Return {key: reason} for workers of this host that did not answer because they ended or are stopped."""
-    known = {state.process.key for state in states}
-    workers = {key for state in states for key in state.workers} - known
-    found = {}
-    for key in workers:
-        place, _, pid = key.rpartition("_pid")
-        if place.endswith(f"_{os.uname().nodename}"):
-            fate = _fate(int(pid))
-            if fate:
-                found[key] = fate
-    return found
-
-
-def _fate(pid: int) -> str | None:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return f"{ENDED} (pid {pid})" if Path("/proc/self/stat").exists() else None
-    return {"T": "its process is stopped (SIGSTOP)", "Z": f"{ENDED} (pid {pid})"}.get(status)
+        return question.answers(wait_s)
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
@@ -200,6 +139,9 @@ def _waiting(answer: Why) -> Iterator[str]:
 
 def _show_last_step(run: Path, json: bool) -> None:
     """Show how the last step on disk ended, and end the command by an exception in every case."""
+    from stepscope_report.sections.health import say_ended, say_span, step_health
+    from stepscope_report.timeline import load_step
+
     chosen = steps_of_run(RunLayout(run).steps())
     number, layout = max(chosen.steps.items(), default=(0, None))
     timeline = None
@@ -230,6 +172,8 @@ def _show_last_step(run: Path, json: bool) -> None:
 
 
 def _fix(layout: RunLayout) -> str:
+    from stepscope_report.cli.find import read_run
+
     records = [record for file in layout.runs() if (record := read_run(file)) is not None]
     newest = max(records, key=lambda record: record.started_ns, default=None)
     # A run that was killed at once has no `run.json`. Step lines also show that the recorder was on.
