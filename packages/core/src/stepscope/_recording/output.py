@@ -1,9 +1,10 @@
-"""Files other than spans that a process writes: its part of the manifest, and recordings in the background.
+"""Files other than spans that a process writes: its part of the manifest, and recordings, which a thread
+exports.
 
-The part of the manifest is kept true on disk during a capture and after it.
+The part of the manifest is kept up to date on disk during a capture and after it.
 
-Every expected item is in it as `pending` from the beginning, so that the part is true even if the process
-dies.
+Every expected item is in the part as `pending` from the beginning, so that the part is correct even if the
+process dies.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ from stepscope.files.storage.atomic import compress, free_path, temporary, write
 
 
 class ManifestPart:
-    """The part in memory. Thread-safe. `write` puts it on disk after opening, closing and each export."""
+    """This process' part of the manifest, in memory. Thread-safe. `write` writes it to disk: after the
+    opening, the closing, and each export.
+    """
 
     def __init__(self, path: Path, part: ProcessPart) -> None:
         self._path = path
         self._part = part
         self._items: dict[str, Expectation] = {}
         self.told = False
-        """True if the capture's problems were logged. Later problems are then logged one by one."""
+        """True once the capture's problems were logged. Later problems are then logged one by one."""
         self._pending: Counter[str] = Counter()
         self._on_disk: ProcessPart | None = None
-        """The part as this process wrote it last."""
+        """The part as written last, or None."""
         self._cut: dict[str, str] = {}
-        """{name of an item: the budget that kept some of its windows from opening}."""
-        self._lock = threading.RLock()  # a signal handler may write in the middle of a write
-        self._folding = threading.RLock()  # the same, and the newest fold is to be the last one written
+        """{name of an item: the budget that prevented some of its windows}."""
+        self._lock = threading.RLock()  # reentrant, because a signal handler may call write() during write()
+        self._folding = threading.RLock()  # reentrant too; the newest manifest must be written last
 
     @property
     def record(self) -> ProcessPart:
@@ -62,7 +65,7 @@ class ManifestPart:
             return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
 
     def update(self, **fields: object) -> None:
-        """Replace fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
+        """Set fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
         with self._lock:
             self._part = msgspec.structs.replace(self._part, **fields)
 
@@ -71,7 +74,7 @@ class ManifestPart:
             self.update(absent=self._part.absent + absent)
 
     def add_clocks(self, clocks: tuple[ClockOffset, ...]) -> None:
-        """Add newly measured clock offsets. Several offsets of one process give its drift."""
+        """Add measured clock offsets. Several offsets of one process show its drift."""
         with self._lock:
             self.update(clocks=self._part.clocks + clocks)
 
@@ -80,33 +83,33 @@ class ManifestPart:
             return self._items[name].state if name in self._items else None
 
     def spend(self, **ns: int) -> None:
-        """Add to the measured cost of profiling in this process: `ns` are fields of `OwnCost`."""
+        """Add to the cost of profiling in this process. `ns` are fields of `OwnCost`."""
         with self._lock:
             cost = self._part.cost
             total = {name: getattr(cost, name) + more for name, more in ns.items()}
             self.update(cost=msgspec.structs.replace(cost, **total))
 
     def expect(self, item: Expectation) -> None:
-        """Add an expected item, or replace it."""
+        """Add an expected item, or replace the item of the same name."""
         with self._lock:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record why an item is skipped, unless it is already there: another call of a stage may have a
-        recording.
+        """Add an item as skipped, unless there is an item of that name, because another call of the stage may
+        have a recording.
         """
         with self._lock:
             if name not in self._items:
                 self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
 
     def lack(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record that an item was asked for and nothing can provide it."""
+        """Add an item as missing, because nothing can provide it."""
         with self._lock:
             self.expect(Expectation(name=name, kind=kind, state="missing", reason=reason))
 
     def cut(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record that a budget kept a window of an item from opening: the item is `partial` if it has
-        artifacts, else `missing`.
+        """Record that a budget prevented a window of an item. The item is `partial` if it has artifacts, else
+        `missing`.
         """
         with self._lock:
             self._cut.setdefault(name, reason)
@@ -118,7 +121,7 @@ class ManifestPart:
             self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
 
     def fail(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record a failure: the item is `partial` if it has artifacts, else `failed`."""
+        """Record a failure of an item. The item is `partial` if it has artifacts, else `failed`."""
         with self._lock:
             old = self._items.get(name, Expectation(name=name, kind=kind, state="failed"))
             state: State = "partial" if old.artifacts else "failed"
@@ -142,7 +145,7 @@ class ManifestPart:
             )
 
     def export_ends(self, name: str, artifact: Artifact | None, error: str | None, cost_ns: int) -> None:
-        """Record the outcome of an export: the artifact, or the error."""
+        """Record the outcome of an export, which is an artifact or an error."""
         with self._lock:
             self._pending[name] -= 1
             old = self._items[name]
@@ -169,29 +172,27 @@ class ManifestPart:
         self.expect(msgspec.structs.replace(item, pending=None))
 
     def manifest(self, step: StepLayout) -> Manifest:
-        """Return the current manifest, folded from the parts of all processes of the step."""
+        """Return the current manifest, combined from the parts of all processes of the step."""
         return self._fold(step, self._others(step))
 
     def _fold(self, step: StepLayout, others: Sequence[ProcessPart]) -> Manifest:
         return fold([*with_late_files(step, [self.record]), *others])
 
     def _others(self, step: StepLayout) -> list[ProcessPart]:
-        """Return the parts of the other processes. This process' part is taken from memory, since a full disk
-        may lack it.
-        """
+        """Return the parts of the other processes from disk, without the part of this process."""
         own, parts = self.record, part_files(step, but=self._path)[0].values()
         last = of_the_last([own, *(part for part in parts if part.run_id == own.run_id)])
         return [part for part in last if part is not own]
 
     def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
-        """Write this process' part and the manifest at the end of a capture.
+        """Write this process' part and the manifest at the end of a capture, and return the manifest.
 
-        This part is written before the other parts are read, so that of two ranks that close at once at least
-        one sees the other's part. A disk error is recorded and not raised.
+        This part is written before the other parts are read, so that if two ranks close at the same time, at
+        least one sees the part of the other. A disk error is recorded and not raised.
 
         Args:
-            enter: Called with the parts of all processes, this one first; adds to this part what only all of
-                them together show.
+            enter: Called with the parts of all processes, this process' part first. It may add items to this
+                part that depend on all parts.
         """
         with self._folding:
             self.write()
@@ -208,8 +209,8 @@ class ManifestPart:
     def fold(self, step: StepLayout) -> Manifest:
         """Write `manifest.json` again, and return the manifest.
 
-        May be called from several threads: after exports and commands, during a wait, and after a stop that
-        took longer than its deadline. A disk error is recorded and not raised.
+        May be called from several threads: after exports and programs, during a wait, and after a late stop.
+        A disk error is recorded and not raised.
         """
         with self._folding:
             manifest = self.manifest(step)
@@ -220,9 +221,7 @@ class ManifestPart:
             return manifest
 
     def write(self) -> None:
-        """Write the whole part to disk, unless it is there as it is now. A disk that refuses is noted as a
-        failure.
-        """
+        """Write the part to disk, unless it has not changed. A disk error is recorded and not raised."""
         with self._lock:
             record = self.record
             if record == self._on_disk and self._path.exists():
@@ -235,15 +234,15 @@ class ManifestPart:
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an export: the artifact, complete and in place, or the error."""
+    """Outcome of an export: a complete file, or an error."""
 
     sidecar: Sidecar | None = None
-    """The sidecar that was written beside the artifact."""
+    """The sidecar of the file, or None after an error."""
     error: str | None = None
     cost_ns: int
-    """Duration of the job in its thread."""
+    """Duration of the export, in its thread."""
     stall_ns: int = 0
-    """Part of that duration in `PendingArtifact.write`, which may have held the GIL."""
+    """The part of `cost_ns` in `PendingArtifact.write`, which may have held the GIL."""
 
     @property
     def artifact(self) -> Artifact | None:
@@ -258,13 +257,13 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
 
 class _Then(msgspec.Struct, eq=False):
-    """Work that runs after everything that was submitted before it."""
+    """Work to do after everything that was submitted before."""
 
     work: Callable[[], object]
 
 
 class Exporter:
-    """The exporter of one process. A disk error is never raised by `submit` but stored in the result."""
+    """The exporter of one process. Errors are passed to `on_done` in the result."""
 
     def __init__(self) -> None:
         self._queue: WorkQueue[_Job | _Then] = WorkQueue("stepscope-export", self._do, inline=True)
@@ -279,34 +278,35 @@ class Exporter:
         on_done: Callable[[ExportResult], None],
         deferred: bool,
     ) -> None:
-        """Queue one recording.
+        """Queue the export of one recording.
 
         Args:
-            target: Path of the file, without `.gz`. Folders are created; a number is added to a name that
-                exists.
-            describe: Returns the sidecar, from the size in bytes and the final path.
+            target: Path of the file, without `.gz`. Folders are created. If the name exists, a number is
+                added.
+            describe: Returns the sidecar. Called with the size in bytes and the final path.
             on_done: Called once, on the exporter's thread.
-            deferred: True to wait for `drain`.
+            deferred: True to begin only when `drain` is called.
         """
         job = _Job(pending=pending, target=target, describe=describe, on_done=on_done)
         self._queue.put(job, deferred=deferred)
 
     def then(self, work: Callable[[], object], *, deferred: bool) -> None:
-        """Call `work` on the exporter's thread after everything that was submitted before. `deferred` as in
+        """Call `work` on the exporter's thread after everything that was submitted before. `deferred`: see
         `submit`.
         """
         self._queue.put(_Then(work), deferred=deferred)
 
     def drain(self, timeout_s: float) -> list[str]:
-        """Wait until everything is written, including deferred jobs.
+        """Begin deferred jobs, and wait until everything is written.
 
         Returns:
-            Names of the files that are unfinished after `timeout_s`. Their export goes on in the background.
+            Names of the files that are not written after `timeout_s`. Their export continues in the
+                background.
         """
         return [job.target.name for job in self._queue.drain(timeout_s) if isinstance(job, _Job)]
 
     def unwritten(self) -> list[Path]:
-        """Return the target paths of all unfinished jobs."""
+        """Return the paths of all files that are not written yet."""
         return [job.target for job in self._queue.unfinished() if isinstance(job, _Job)]
 
     def bytes_written(self, step: int) -> int:
@@ -357,8 +357,8 @@ def _export(job: _Job) -> ExportResult:
 
 
 def _put(job: _Job, file: Path) -> Sidecar:
-    """Rename the finished file into place, then its sidecar. A disk error occurs before the renaming, if at
-    all.
+    """Write the sidecar, then move both files to their final names. A lack of disk space shows before the
+    moves.
     """
     stem = job.target.name.removesuffix(job.pending.suffix)
     final = free_path(job.target.parent, stem, file.name.removeprefix(stem))
@@ -366,7 +366,7 @@ def _put(job: _Job, file: Path) -> Sidecar:
     beside = file.with_name("sidecar")
     beside.write_bytes(msgspec.json.encode(sidecar))
     for path in (file, beside):
-        path.chmod(0o700 if path.is_dir() else 0o600)  # the content of a trace is private to the user
+        path.chmod(0o700 if path.is_dir() else 0o600)  # traces are private to the user
     file.rename(final)
     beside.rename(sidecar_of(final))
     return sidecar
@@ -387,7 +387,7 @@ def exporter() -> Exporter:
 
 
 def _forget() -> None:
-    # The parent's jobs are the parent's to write, and its thread is not here.
+    # The parent writes its own jobs, and a forked child does not have the thread.
     global _exporter
     _exporter = Exporter()
 

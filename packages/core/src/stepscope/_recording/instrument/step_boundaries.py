@@ -1,8 +1,8 @@
-"""Steps of an unedited loop: captures that open and close around, or between, calls of its functions.
+"""Steps of an unedited training loop: captures that open and close at calls of its functions.
 
-A call `around` is one step. With `begin` a step starts when a call starts. With `end` it is over when a call
-returns or raises. With `next` one step is over and another starts when a call returns. A step also ends where
-the following one begins, and with the process.
+With `around`, each call is one step. With `begin`, a step begins when a call begins. With `end`, the step
+ends when a call returns or raises. With `next`, a step ends and the next begins when a call returns. A step
+also ends when the following step begins, and at the end of the process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stepscope.errors import CaptureError, ours
 
 
 class StepCapture(Protocol):
-    """The capture of one step, as step boundaries use it."""
+    """The capture of one step, with the methods that this module needs."""
 
     @property
     def blocks(self) -> bool:
-        """True if opening the capture without `await` waits for other processes or engines."""
+        """True if `open` waits for other processes or engines."""
 
     def open(self) -> None: ...
     async def aopen(self) -> None: ...
@@ -38,51 +38,52 @@ class StepCapture(Protocol):
 
 
 OPENER = "stepscope._recording.capture.unedited"
-"""Module whose `new_capture` makes the captures. It is imported by name when a step begins, because captures
-import this package, and most processes begin no step.
+"""Module whose `new_capture` makes the captures. It is imported by name when a step begins, because it
+imports this package, and most processes do not begin steps.
 
-A Ray worker needs it too. It unpickles a wrapper with its class, and configures nothing itself.
-"""
+The name is a constant, because a Ray worker that unpickles a wrapper with its class needs it without any
+configuration."""
 
 
 class Boundary(NamedTuple):
-    """Says which change of step the calls of one function make."""
+    """The effect of one function's calls on steps."""
 
     entry: InstrumentConfig
-    """The `instrument` entry, whose `step` is set."""
+    """The `instrument` entry, in which `step` is set."""
     counts: bool
-    """True if each call of a `begin` without `number` begins a step; False beside a `next`, which counts the
-    steps."""
+    """True if each call of a `begin` without `number` begins a step. False if another function is `next`,
+    which then counts the steps."""
 
     @property
     def condition(self) -> Condition:
-        """The condition of the calls that the entry is for."""
+        """The condition for calls of the entry."""
         return Condition(self.entry.where, self.entry.same)
 
 
 class Step(NamedTuple):
-    """A step of the loop, captured or not."""
+    """A step of the training loop, captured or not."""
 
     number: int
     capture: StepCapture | None
     is_around: bool
-    """True if the step is one call. Boundaries inside that call belong to the step."""
+    """True if the step is one call (`around`). Calls within it do not begin or end steps."""
 
 
 _step: Step | None = None
-"""The step that this process' loop is in now, or None. One writer: this module."""
+"""The running step of this process, or None. One writer: this module."""
 _next = 0
 """Number of the next step, if steps are counted. One writer: this module."""
 calls: Counter[str] = Counter()
-"""Number of calls of each boundary, `module:name`, in this process. One writer: `Call`."""
+"""{`module:name` of a function that begins or ends steps: number of its calls in this process}. One writer:
+`Call`."""
 
 
 def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
-    """Return a function of `fn`'s kind that opens and closes captures around its calls.
+    """Return a wrapper of `fn`, sync or async as `fn` is, that opens and closes captures at its calls.
 
     Raises:
         ConfigError: A path of `boundary` does not begin with an argument of `fn`.
-        TypeError: `fn` is a generator, whose calls begin and end nothing.
+        TypeError: `fn` is a generator, whose calls return before its work begins.
     """
     if wrapping.is_generator(fn):
         raise TypeError(f"{target} is a generator: take the function that consumes it as the step's boundary")
@@ -104,7 +105,8 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
     return wrapping.wraps(fn, made, wrapping.declared(fn))
 
 
-# A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
+# Ray pickles a class by value, with the closures of its wrappers, so a closure contains only picklable
+# objects.
 _CALL = """
 {async_}def wrapper({params}):
     if __is_off():
@@ -120,7 +122,8 @@ _CALL = """
     {await_}__boundaries.{a_}switch(__call.returned())
     return __result
 """
-# Within `try`: behind it, Python 3.14 counts a reference more than where `results` measured one holder's.
+# These lines are within `try`, because after it Python 3.14 has one more reference to the result than
+# `results` expects for an exclusive object.
 _GOES_ON = """
         __rest = __boundaries.follow(__call, __result)
         if __rest is not None:
@@ -130,8 +133,8 @@ _GOES_ON = """
 
 @uncompiled
 def follow(call: Call, result: object) -> object:
-    """Return a coroutine that ends the call when `result` (a coroutine) ends, or None for any other
-    result.
+    """If `result` is a coroutine, return a coroutine that ends the call when `result` ends. Return None for
+    other results.
     """
     is_exclusive = results.is_exclusive(sys.getrefcount(result))
     held = results.unbegun(result, is_exclusive, call.drop) if call.has_end or call.is_late else None
@@ -155,20 +158,22 @@ async def _to_its_end(held: results.Unbegun, call: Call) -> object:
 
 
 class Switch(NamedTuple):
-    """A capture to close, the error that ended its step, and a capture to open after that."""
+    """A change of the step: a capture to close, the error that ended its step, and a capture to open
+    afterwards.
+    """
 
     close: StepCapture | None = None
     error: str | None = None
     open: StepCapture | None = None
     target: str = ""
-    """`module:name` of the function whose call opens the new capture."""
+    """`module:name` of the function whose call makes the change."""
 
 
 _NOTHING = Switch()
 
 
 class Call:
-    """One call of a boundary function `target` that is about to run."""
+    """One call of a function (`target`) that begins or ends steps. It is made before the call."""
 
     @uncompiled
     def __init__(
@@ -188,34 +193,33 @@ class Call:
         self._kind: str | None = boundary.entry.step
         self.before = _NOTHING
         self.is_late = False
-        """True if the change `before` the call is made later, by the coroutine that the call returns, when it
-        is awaited."""
+        """True if the change `before` is made later, when the coroutine that the call returns is awaited."""
         if not boundary.condition.holds(arguments, args, kwargs):
             self._kind = None
         elif _step is not None and (_step.is_around or self._kind == "around"):
-            self._kind = None  # a step of its own inside one is a part of that
+            self._kind = None  # a step within a step is a part of it
         elif self._kind in ("around", "begin"):
             self.before = self._start()
-        # Last: a worker's first capture configures it.
+        # Last, because the first capture in a worker configures the worker.
         framework_settings.look(target, arguments, args, kwargs)
 
     def returned(self) -> Switch:
-        """Return the change that follows when the call returns."""
+        """Return the change to make when the call returns."""
         if self._kind == "next":
             return self._start()
         return _finish(None) if self._kind in ("around", "end") else _NOTHING
 
     def failed(self, error: BaseException) -> Switch:
-        """Return the change that follows when the call raises."""
+        """Return the change to make when the call raises."""
         return _finish(failures.describe(error)) if self._kind in ("around", "end") else _NOTHING
 
     @property
     def has_end(self) -> bool:
-        """True if the end of this call changes the step."""
+        """True if the end of the call makes a change."""
         return self._kind in ("around", "end", "next")
 
     def drop(self) -> None:
-        """End the step of a coroutine that was dropped without being awaited."""
+        """Make the changes of a call whose coroutine was dropped without being awaited."""
         if self.is_late:
             switch(self.before._replace(open=None))
         if self._kind == "around":
@@ -239,7 +243,7 @@ class Call:
             return finished
 
     def _is_within(self, step: Step, number: int | None) -> bool:
-        """Return whether a call of a `begin` belongs to the step that this process is already in."""
+        """Return whether a call of a `begin` belongs to the running step."""
         return not self._boundary.counts if number is None else number == step.number
 
     def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
@@ -252,23 +256,22 @@ class Call:
         return self._at(self._boundary.entry.workers) or None if "ray" in sys.modules else None
 
     def _at(self, paths: Mapping[str, str]) -> dict[str, object]:
-        """Return the values at `paths`, without those that are missing or empty."""
+        """Return {name: value} of `paths`, without missing or empty values."""
         values = {}
         for name, path in paths.items():
             try:
                 value = self._arguments.read(path, *self._given)
             except LookupError:
-                continue  # a critic that this run does not have
+                continue  # for example a critic that the run does not have
             if value is not None and not (isinstance(value, (list, dict, tuple)) and not value):
                 values[name] = value
         return values
 
 
 def begin(call: Call) -> None:
-    """Apply the change before a call of a plain function.
+    """Make the change before a call of a plain function.
 
-    In a running event loop, a change that would block the loop is left to the coroutine that the call may
-    return.
+    If the change would block the running event loop, it is left to the coroutine that the call may return.
     """
     changed = (call.before.close, call.before.open)
     if in_event_loop() and any(capture is not None and capture.blocks for capture in changed):
@@ -278,12 +281,12 @@ def begin(call: Call) -> None:
 
 
 async def abegin(call: Call) -> None:
-    """Apply the change that is due before a call of a coroutine function."""
+    """Make the change before a call of a coroutine function."""
     await aswitch(call.before)
 
 
 def switch(change: Switch) -> None:
-    """Close a capture and open another. An error is logged, and the loop goes on."""
+    """Close a capture and open another. An error is logged and not raised."""
     try:
         if change.close is not None:
             change.close.close(change.error)
@@ -299,7 +302,7 @@ def switch(change: Switch) -> None:
 
 
 async def aswitch(change: Switch) -> None:
-    """Run `switch` without blocking the event loop."""
+    """Do what `switch` does, without blocking the event loop."""
     try:
         if change.close is not None:
             await change.close.aclose(change.error)
@@ -310,9 +313,9 @@ async def aswitch(change: Switch) -> None:
 
 
 def _note(doing: str, error: Exception) -> None:
-    """Log an internal failure, and keep it as the reason if the program ends without a captured step."""
+    """Log an internal error, and store it as the reason if the program ends without a captured step."""
     opener = sys.modules.get(OPENER)
-    if opener is not None:  # None if the import of it is what failed
+    if opener is not None:  # None if its import failed
         opener.failed(error)
     failures.note(doing, error)
 
@@ -325,7 +328,7 @@ def _finish(error: str | None) -> Switch:
 
 def _forget() -> None:
     global _step
-    _step = None  # it is the parent's
+    _step = None  # the step belongs to the parent
 
 
 fork.forgets("step of the framework", _forget)

@@ -1,4 +1,4 @@
-"""Trainers that a preset does not cover: logged once, and named in the manifest."""
+"""Trainers that no preset covers, which are logged once and listed in the manifest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stepscope._recording.process import failures
 from stepscope.config.presets import Preset
 
 _presets: dict[str, Preset] = {}
-"""{`module:name` of a function whose first argument is the trainer: the preset for it}. One writer:
-`expect`."""
+"""{`module:name` of a function whose first argument is the trainer: preset}. One writer: `expect`."""
 _reasons: dict[type, str | None] = {}
-"""{class of a trainer that was seen: reason why it is not covered, or None if it is}. One writer: `look`."""
+"""{class of a trainer that was seen: reason why it is not covered, or None if it is covered}. One writer:
+`look`."""
 
 
 def expect(presets: Iterable[Preset]) -> None:
-    """Set the trainers that these presets cover."""
+    """Set the presets that are applied."""
     _presets.clear()
     _reasons.clear()
     for preset in presets:
@@ -24,7 +24,7 @@ def expect(presets: Iterable[Preset]) -> None:
 
 
 def look(target: str, args: tuple[object, ...]) -> None:
-    """Log the trainer that the function `target` was called with if its preset does not cover it."""
+    """Log the trainer in a call of `target`, its first argument, if the preset does not cover it."""
     preset = _presets.get(target)
     if preset is None or not args or type(args[0]) in _reasons:
         return
@@ -35,13 +35,15 @@ def look(target: str, args: tuple[object, ...]) -> None:
 
 
 def uncovered() -> dict[str, str]:
-    """Return the trainers of this process that no preset covers: {name: reason}."""
+    """Return {class name: reason} of the trainers of this process that no preset covers."""
     return {cls.__name__: reason for cls, reason in _reasons.items() if reason is not None}
 
 
 def _is_covered(cls: type, preset: Preset, target: str) -> bool:
-    """Return whether the preset covers the first class of the framework among the bases of `cls`."""
-    # Of the framework, and of what it builds on.
+    """Return whether the preset covers `cls`, or if `cls` is a user's class, its first base class from the
+    framework.
+    """
+    # Packages of the framework, and of the framework that it extends.
     packages = (target.partition(".")[0], preset.distribution.replace("-", "_"))
     own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages)
     return next(own, cls).__name__ in preset.covers[target]

@@ -1,1 +1,1 @@
-"""This process: its identity, its clock, its forks, its failures and its end."""
+"""Facts and services of this process: identity, private loop, forks, errors, and the end of the process."""

@@ -1,7 +1,8 @@
-"""Internal failures during a run: logged once per place, kept for the manifest, raised only in tests.
+"""Internal errors during a run: logged once for each place, stored for the manifest, and raised only in
+tests.
 
-`STEPSCOPE_RAISE=1` raises them, `STEPSCOPE_RAISE=0` does not; unset, they are raised under pytest and nowhere
-else.
+With `STEPSCOPE_RAISE=1` they are raised, with `STEPSCOPE_RAISE=0` they are not. By default they are raised
+only under pytest.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from types import ModuleType
 from stepscope.errors import StepscopeError, ours
 
 CANCELLED = "cancelled"
-"""The outcome of a span whose work was cancelled. Other outcomes begin with the type of the error."""
+"""Outcome of a span whose work was cancelled. Other outcomes begin with the type of an error."""
 _ENDS = (GeneratorExit, StopIteration, StopAsyncIteration)
 """Exceptions that end a generator or a loop normally."""
 _CANCELS = frozenset({"CancelledError", "Cancelled", "TaskCancelledError"})
-"""Names of the exceptions that cancel: of asyncio and concurrent.futures, of trio, of Ray."""
+"""Names of cancellation exceptions: of asyncio and concurrent.futures, of trio, and of Ray."""
 
-_lock = threading.RLock()  # a signal handler may note something in the middle of a note
+_lock = threading.RLock()  # reentrant, because a signal handler may call note() during note()
 _noted: dict[str, tuple[str, int]] = {}
-"""{place: (first failure, number of failures)}. One writer: `note`."""
+"""{place: (first error, number of errors)} since the last `take`. Writers: `note` and `take`."""
 _warned: set[str] = set()
-"""Reasons that were logged. One writer: `warn_once`."""
+"""Texts that `warn_once` has logged. One writer: `warn_once`."""
 
 
 def warn(message: str, *values: object) -> None:
-    """Log a warning for the user through the logger `stepscope`; `values` as in `logging`."""
+    """Log a warning with the logger `stepscope`. `values` are arguments of `message`, as in `logging`."""
     _logging().getLogger("stepscope").warning(message, *values)
 
 
 def _logging() -> ModuleType:
-    import logging  # import time: 10 ms, and most processes log nothing
+    import logging  # imported here: 10 ms, and most processes log nothing
 
     return logging
 
 
 def warn_once(reason: str, about: str | None = None) -> None:
-    """Log a warning for the user, unless this process has logged the same text before.
+    """Log a warning, unless this process has logged the same text before.
 
     Args:
-        about: Setting that the warning is about. Of several warnings about it, only the first is logged.
+        about: Setting that the warning concerns. Only the first warning about a setting is logged.
     """
     is_known = reason in _warned or about in _warned
     _warned.update(text for text in (reason, about) if text is not None)
@@ -51,14 +52,14 @@ def warn_once(reason: str, about: str | None = None) -> None:
 
 
 def has_warned(reason: str | None) -> bool:
-    """Return whether `warn_once` has been given this text."""
+    """Return whether `warn_once` was called with this text."""
     return reason in _warned
 
 
 def tell(message: str, *values: object) -> None:
-    """Log a message for the user at INFO.
+    """Log a message at level INFO.
 
-    The message is visible even if no logging level is configured, when Python would show only warnings.
+    The message is shown even if logging is not configured, when Python shows only warnings.
     """
     logging = _logging()
     logger = logging.getLogger("stepscope")
@@ -74,10 +75,11 @@ def tell(message: str, *values: object) -> None:
 
 
 def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
-    """Record that stepscope's own code failed at `where` (a noun phrase). Never raises outside tests.
+    """Record an error of stepscope's own code. `where` is a noun phrase for what failed. Never raises outside
+    of tests.
 
     Args:
-        aloud: True to log a warning; False to log at DEBUG, because another process logs the warning.
+        aloud: True to log a warning; False to log at level DEBUG, because another process logs the warning.
     """
     with _lock:
         first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
@@ -91,19 +93,19 @@ def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
 
 
 _CAUGHT = re.compile(r"\s*(Caught \w+ in |-- Process \d+ terminated)")
-"""Begin of the messages with which torch raises the error of a data loader's or spawned worker."""
+"""Matches torch's message for an error in a worker of a data loader or in a spawned process."""
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)")
-"""A traceback in a message, to the line of its error."""
+"""Matches a traceback in a message; the group is the line with the error."""
 _PID = re.compile(r"\bpid: \d+")
-"""The process of a dead actor, in a later line of Ray's message."""
+"""Matches the process id in Ray's message about a dead actor."""
 
 
 def describe(error: BaseException) -> str:
-    """Return `ExceptionType: message`, or the type alone if the message is empty or its `__str__` fails.
+    """Return `ExceptionType: message`, or only the type if the message is empty or `__str__` raises.
 
-    The text is the first line of the message and has at most 200 characters. An error of stepscope's own,
-    which ends with the fix, may have more lines, and 2000 characters. If a Ray task, a
-    torch worker or a group of tasks only carries the user's error, the text describes the user's error.
+    The message is cut to its first line and 200 characters. An error of stepscope, which ends with the fix,
+    may have several lines and 2000 characters. If `error` only wraps a user's error (of a Ray task, a torch
+    worker or a group of tasks), the text describes the user's error.
     """
     try:
         inner = _inner(error)
@@ -125,7 +127,7 @@ def describe(error: BaseException) -> str:
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    """Return the error that `error` carries, the first one of several; None if it carries none."""
+    """Return the error that `error` wraps (the first if there are several), or None."""
     name = type(error).__name__
     if name.startswith("RayTaskError"):
         inner = getattr(error, "cause", None)
@@ -137,7 +139,7 @@ def _inner(error: BaseException) -> BaseException | None:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the text, cut between words if it has more than `most` characters."""
+    """Return the text, cut between words if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     kept = text[: most - 3]
@@ -146,8 +148,8 @@ def _shortened(text: str, most: int) -> str:
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Return the outcome that a span records for the exception that left it: None for a normal end,
-    `CANCELLED` for a cancellation, else the text of `describe`.
+    """Return the outcome of a span that an exception left: None for a normal end, `CANCELLED` for a
+    cancellation, else the text of `describe`.
     """
     if isinstance(error, _ENDS):
         return None
@@ -157,7 +159,7 @@ def outcome_of(error: BaseException) -> str | None:
 
 
 def take() -> dict[str, str]:
-    """Return the failures since the last call as {place: `first failure (times)`}."""
+    """Return {place: `first error (N times)`} of the errors since the last call."""
     with _lock:
         taken = {where: f"{first} ({count} times)" for where, (first, count) in _noted.items()}
         _noted.clear()
@@ -165,7 +167,7 @@ def take() -> dict[str, str]:
 
 
 def renew_lock() -> None:
-    """Replace the lock in a forked child: another thread of the parent may have held it."""
+    """Replace the lock in a forked child, because another thread of the parent may have held it."""
     global _lock
     _lock = threading.RLock()
 

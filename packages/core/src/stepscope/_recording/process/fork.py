@@ -1,7 +1,7 @@
-"""State that the child of a fork forgets, in one order.
+"""Reset of state in a forked child, in a fixed order.
 
-The files, threads and captures of a process belong to that process. A forked child records nothing, and must
-neither write its parent's files nor wait for threads that it does not have.
+The files and captures of a process belong to that process. A forked child records nothing. It must not write
+its parent's files, nor wait for threads, which a fork does not copy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stepscope.files.storage import reading
 
 TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
     (
-        "private loop",  # has no thread in the child
+        "private loop",  # its thread is not in the child
         "flight recorder",
         "visits",
-        "capture",  # switched off before anything else looks at it
+        "capture",  # recording is switched off before the rest
         "exporter",
         "hooks and programs",
         "late stops of engines",
@@ -30,14 +30,14 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "native id of the thread",
     )
 )
-"""{name: function that resets state}, in the order of the calls. None until its module is imported.
+"""{name: function that resets state, or None until its module is imported}, in the order of the calls.
 
 One writer: `forgets`.
 """
 
 
 def forgets(name: str, forget: Callable[[], None]) -> None:
-    """Register `forget` to be called in every forked child, at its place in `TABLE`."""
+    """Register a function to call in every forked child, at the place of `name` in `TABLE`."""
     if name not in TABLE:
         raise ValueError(f"{name!r} is not in fork.TABLE: {', '.join(TABLE)}. Fix: add it where it is due")
     TABLE[name] = forget

@@ -1,7 +1,7 @@
-"""Identity of this process: its role, rank, host, devices, versions of its packages, event loop, and
-connection to Ray.
+"""Facts about this process: role, rank, host, device, versions of packages, event loop, and connection to
+Ray.
 
-A rank that nothing states is None. Nothing here imports torch or asyncio, or initialises a device.
+A rank is never guessed. This module does not import torch or asyncio, and does not initialise a device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def identify(
     actor_id: str | None = None,
     replica: int | None = None,
 ) -> ProcessInfo:
-    """Return this process. Its rank is the first known one of `rank`, STEPSCOPE_RANK, torch.distributed, RANK
-    and `position`, else None.
+    """Return the identity of this process. Its rank is `rank`, or from STEPSCOPE_RANK, torch.distributed,
+    RANK or `position`, in this order; None if all are unknown.
     """
     number, size, source = _rank(rank, position)
     return ProcessInfo(
@@ -65,17 +65,16 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
 
 
 def is_alone() -> bool:
-    """Return whether no other process of a torch.distributed group runs the same loop."""
+    """Return whether this process is not one of several ranks of torch.distributed."""
     distributed = _torch_distributed()
     return distributed is None or distributed[1] == 1
 
 
 def place() -> tuple[int, int]:
-    """Return this process' rank among the processes that a launcher started with the same program, and their
-    number.
+    """Return (rank, world size) of this process among the processes that a launcher started.
 
-    (0, 1) for a program that runs alone. If an engine in this process started torch.distributed as a group of
-    one, the launcher's variables count.
+    Without a launcher, return (0, 1). The launcher's variables are used if torch.distributed is a group of
+    one process, which an engine may have initialised.
     """
     distributed = _torch_distributed()
     if distributed is not None and distributed[1] > 1:
@@ -85,7 +84,7 @@ def place() -> tuple[int, int]:
 
 
 def _torch_distributed() -> tuple[int, int] | None:
-    # Only when the process already uses it: importing torch here would cost a second.
+    # torch is not imported here, which would take a second.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -98,13 +97,13 @@ def _integer(name: str) -> int | None:
 
 
 def in_ray_worker() -> bool:
-    """Return whether Ray started this process for its tasks and actors."""
+    """Return whether this process is a worker of Ray, for tasks or actors."""
     return os.path.basename(sys.argv[0] if sys.argv else "") == "default_worker.py"
 
 
 def is_first() -> bool:
-    """Return whether this process logs messages that concern every process of its run: the main one, or rank
-    0.
+    """Return whether this process logs messages that concern all processes of its run: the main process, or
+    rank 0.
     """
     rank = os.environ.get("RANK")
     if rank is not None:
@@ -114,23 +113,23 @@ def is_first() -> bool:
 
 def is_child() -> bool:
     """Return whether `multiprocessing` started this process."""
-    multiprocessing = sys.modules.get("multiprocessing")  # a child of it has imported it
+    multiprocessing = sys.modules.get("multiprocessing")  # imported in a child
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 _MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
-"""(library, its module) of devices; `torch_npu.npu` has the functions of `torch.cuda`. ROCm is `cuda` too."""
+"""(library, module) of devices. `torch_npu.npu` has the functions of `torch.cuda`, which also serves ROCm."""
 
 
 def read_hardware(config: ThroughputConfig) -> Hardware:
-    """Return the device that this process computes on, with the configured figures. Raises nothing."""
+    """Return the device that this process computes on, and the configured figures. Never raise."""
     device = gpu = None
     try:
         for kind, module in initialised():
             device = bounded(str(module.get_device_name()))
             gpu = _gpu(module.current_device()) if kind == "cuda" else None
             break
-    except ours() as error:  # a driver in trouble
+    except ours() as error:  # for example a driver error
         failures.warn("stepscope: the device of this process is unknown: %s", failures.describe(error))
     return Hardware(
         device=device,
@@ -141,7 +140,9 @@ def read_hardware(config: ThroughputConfig) -> Hardware:
 
 
 def _gpu(index: int) -> int | None:
-    """Return the number that `nvidia-smi` shows for a device of torch, or None if it has a name instead."""
+    """Return the number that `nvidia-smi` shows for a device of torch, or None if CUDA_VISIBLE_DEVICES has
+    names.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return index
@@ -150,7 +151,7 @@ def _gpu(index: int) -> int | None:
 
 
 def initialised() -> Iterator[tuple[str, Any]]:
-    """Yield (`cuda` or `npu`, module) of the devices that this process has initialised."""
+    """Yield (`cuda` or `npu`, torch's module) of each kind of device that this process has initialised."""
     for library, kind in _MODULES:
         module = getattr(sys.modules.get(library), kind, None)
         if module is not None and module.is_initialized():
@@ -161,7 +162,7 @@ _NAMED = ("stepscope", "torch", "ray", "torch_npu")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions by name: Python's, and those of the packages that are installed."""
+    """Return {name: version} of Python, and of installed packages that matter for a recording."""
     found = {name: installed_version(name) for name in dict.fromkeys((*_NAMED, *distributions()))}
     known = {name: version for name, version in found.items() if version is not None}
     return {"python": sys.version.split()[0], **known}
@@ -169,7 +170,7 @@ def versions() -> dict[str, str]:
 
 def installed_version(distribution: str) -> str | None:
     """Return the version of a package, or None if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version  # import time: 15 ms
+    from importlib.metadata import PackageNotFoundError, version  # imported here: 15 ms
 
     try:
         return version(distribution)
@@ -178,14 +179,14 @@ def installed_version(distribution: str) -> str | None:
 
 
 _of_the_parent: object = None
-"""Ray's worker object that this process inherited by a fork. One writer: `_forget`."""
+"""Ray's worker object that this process has inherited by a fork, or None. One writer: `_forget`."""
 
 
 def connected() -> Any:
-    """Return the module `ray` if this process can query its cluster, else None.
+    """Return the module `ray` if this process is connected to Ray, else None.
 
-    A forked child cannot: a query on the connection that it shares with its parent hangs, and so do the
-    parent's own queries from then on.
+    Return None in a forked child, because a query on the inherited connection would hang, and later queries
+    of the parent too.
     """
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -195,7 +196,9 @@ def connected() -> Any:
 
 
 def waits_for_tasks() -> bool:
-    """Return whether this process is a worker of Ray whose main thread, which calls this, runs no task."""
+    """Return whether this process is a worker of Ray whose main thread, on which this is called, runs no
+    task.
+    """
     ray = connected()
     if ray is None:
         return False
@@ -218,11 +221,11 @@ fork.forgets("connection to Ray", _forget)
 
 
 def in_event_loop() -> bool:
-    """Return whether tasks may interleave on this thread."""
+    """Return whether an event loop is running on this thread."""
     return running_loop() is not None
 
 
 def running_loop() -> AbstractEventLoop | None:
-    """Return the event loop that runs on this thread, or None."""
+    """Return the running event loop of this thread, or None."""
     asyncio = sys.modules.get("asyncio")
     return None if asyncio is None else asyncio._get_running_loop()

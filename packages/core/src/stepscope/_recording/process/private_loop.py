@@ -1,7 +1,7 @@
-"""Private event loop, on a thread of its own: captures open and close on it, and callers wait for it.
+"""A private event loop on its own thread, on which captures open and close while callers wait.
 
-A Ctrl-C, an alarm, or an exception that is thrown into a thread reaches a caller that waits, and never the
-work itself. `import stepscope` does not load this module: asyncio would add 30 ms.
+A Ctrl-C, an alarm, or an exception that is thrown into a thread interrupts a waiting caller, but not the
+work. `import stepscope` does not import this module, because asyncio takes 30 ms.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from stepscope.errors import ours
 T = TypeVar("T")
 
 _loop: asyncio.AbstractEventLoop | None = None
-"""The event loop, which runs on a thread of its own. Writers: `_running`, and `forget` in a forked child."""
+"""The event loop, or None before its first use. Writers: `_running`, and `forget` in a forked child."""
 _lock = threading.RLock()
-"""Guards `_loop`. Re-entrant, because a signal's handler that closes a capture may interrupt `_running`."""
+"""Guards `_loop`. Reentrant, because a signal handler that closes a capture may interrupt `_running`."""
 _UNDO_S = 5.0
-"""Longest time that an interrupted caller waits for the cancellation of its work."""
+"""Longest time that an interrupted caller waits until its work is cancelled."""
 
 
 class Job(Generic[T]):
-    """Work on the loop, and its outcome.
+    """Work on the private loop, and its outcome.
 
-    Unlike a Future it has no lock, because a signal's handler may begin a wait in the middle of another wait
-    on the same thread.
+    A `Future` is not used, because its lock would deadlock if a signal handler waits while it interrupts
+    another wait.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -41,31 +41,31 @@ class Job(Generic[T]):
         self._waiters: list[Callable[[], object]] = []
 
     def begin(self) -> None:
-        """Begin the work, on the loop."""
+        """Begin the work. Call this on the loop."""
         self._task = asyncio.ensure_future(self._work)
         self._task.add_done_callback(self._end)
 
     def cancel(self) -> None:
-        """Cancel the work, on the loop."""
+        """Cancel the work. Call this on the loop."""
         if self._task is not None:
             self._task.cancel()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the work has ended. Return False if it has not ended after `timeout_s`."""
+        """Wait until the work has ended, or for `timeout_s`. Return whether it has ended."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiters.append(waiting.release)
         return self.done or waiting.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
     async def ended(self) -> None:
-        """Wait in another event loop until the work has ended."""
+        """Wait until the work has ended, in another event loop."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 
         def wake() -> None:
             try:
                 loop.call_soon_threadsafe(_wake, future)
-            except ours(RuntimeError):  # that loop is closed
+            except ours(RuntimeError):  # the waiting loop is closed
                 pass
 
         self._waiters.append(wake)
@@ -73,7 +73,7 @@ class Job(Generic[T]):
             await future
 
     def result(self) -> T:
-        """Return the result of the work that has ended, or raise its error."""
+        """Return the result of the ended work, or raise its error."""
         if self._task is None or self._task.cancelled():
             raise CancelledError
         return self._task.result()
@@ -86,7 +86,7 @@ class Job(Generic[T]):
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Job[T]:
-    """Begin `work` on the loop. Work of one caller begins in the order in which it was submitted.
+    """Begin `work` on the private loop. Work begins in the order of submission.
 
     Raises:
         RuntimeError: the loop's thread cannot be started.
@@ -102,7 +102,9 @@ def submit(work: Coroutine[Any, Any, T]) -> Job[T]:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on the loop and wait. A Ctrl-C cancels `work` and waits for its end before it is raised."""
+    """Run `work` on the private loop and wait for its result. A Ctrl-C is raised after `work` is
+    cancelled.
+    """
     job = submit(work)
     try:
         job.wait()
@@ -114,7 +116,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_on(job: Job[Any], timeout_s: float | None = None) -> BaseException | None:
-    """Wait until `job` is done, or for `timeout_s`. Return the first exception that interrupted the wait.
+    """Wait until `job` is done, or for `timeout_s`. Return the first exception that interrupted the wait, or
+    None.
 
     A second Ctrl-C ends the wait.
     """
@@ -133,13 +136,12 @@ def wait_on(job: Job[Any], timeout_s: float | None = None) -> BaseException | No
 def begin_closing(
     end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]]
 ) -> tuple[Job[None], BaseException | None]:
-    """Call `end_here` on this thread, then begin `close` on the private loop.
+    """Call `end_here` on this thread, and then begin `close` on the private loop.
 
-    If `end_here` is interrupted, it is called once more. After a second interruption, the rest of it is
-    skipped.
+    If `end_here` is interrupted, it is called again. After a second interruption, `close` begins anyway.
 
     Returns:
-        The job of `close`, and the exception that first interrupted `end_here`, or None.
+        The job of `close`, and the first exception that interrupted `end_here`, or None.
     """
     interruption: BaseException | None = None
     for attempt in (end_here, end_here, _nothing):
@@ -154,10 +156,10 @@ def begin_closing(
 def close_and_wait(
     end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None
 ) -> None:
-    """Close as `begin_closing` does, and wait until `close` has ended, or for `timeout_s`.
+    """Do what `begin_closing` does, and wait until `close` has ended, or for `timeout_s`.
 
     Raises:
-        BaseException: the first exception that interrupted the wait, or else the error of `close`.
+        BaseException: the first exception that interrupted this function, else the error of `close`.
     """
     job, interruption = begin_closing(end_here, close)
     interruption = wait_on(job, timeout_s) or interruption
@@ -168,7 +170,9 @@ def close_and_wait(
 
 
 async def uninterrupted(job: Job[Any]) -> asyncio.CancelledError | None:
-    """Wait until `job` is done, even if the waiting task is cancelled. Return such a cancellation."""
+    """Wait until `job` is done, even if the waiting task is cancelled. Return the last cancellation, or
+    None.
+    """
     cancelled = None
     while not job.done:
         try:
@@ -184,9 +188,10 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Return `work`'s result, or raise TimeoutError after `seconds` even if `work` ignores its cancellation.
+    """Return the result of `work`, or raise `TimeoutError` after `seconds`, even if `work` ignores a
+    cancellation.
 
-    (`asyncio.wait_for` waits until `work` ends.)
+    `asyncio.wait_for` would wait until `work` ends.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -201,7 +206,7 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
 
 
 def forget() -> None:
-    """Forget the loop in the child of a fork, which does not have its thread."""
+    """Forget the loop in a forked child, which does not have its thread."""
     global _loop, _lock
     _loop, _lock = None, threading.RLock()
 
@@ -220,13 +225,13 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         try:
             loop.run_forever()
-        except BaseException:  # noqa: S110  # SystemExit of an engine's profiler, which its task hands on too
+        except BaseException:  # noqa: S110  # asyncio re-raises SystemExit of a task here
             pass
 
 
 def _discard_outcome(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
-        task.exception()  # marks it as seen: nobody waits for it any more
+        task.exception()  # marks the exception as retrieved
 
 
 fork.forgets("private loop", forget)

@@ -1,4 +1,4 @@
-"""The run that this process takes part in: its id, its `run.json`, and whether this process is prepared."""
+"""The run of this process: its id, its `run.json`, and whether this process was prepared."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from stepscope.files.run import RunRecord
 from stepscope.files.storage.atomic import write_atomic
 
 _recorded: set[str] = set()
-"""Folders that already have a `run.json` of this run. One writer: `record`."""
+"""Folders for which `record` has written `run.json`. One writer: `record`."""
 _ids: dict[str, str] = {}
-"""The id of this run, under one key. `dict.setdefault` is atomic: a thread that listens for requests may ask
-for the id at the same time as the first capture. One writer: `run_id`."""
+"""{"run": id of this run}, or empty. A dict, because `dict.setdefault` is atomic: the first capture and the
+thread that listens for requests may need the id at the same time. One writer: `run_id`."""
 _prepared_in = 0
-"""Id of the process that was prepared, or 0. A forked child was not prepared. One writer: `mark_prepared`."""
+"""Process id of the process that was prepared, or 0. A forked child counts as not prepared. One writer:
+`mark_prepared`."""
 
 
 def mark_prepared() -> None:
-    """Record that this process was prepared for its first captured step."""
+    """Record that this process was prepared."""
     global _prepared_in
     _prepared_in = os.getpid()
 
@@ -41,8 +42,8 @@ def is_prepared() -> bool:
 def run_id() -> str:
     """Return eight hex digits that all processes of one run share.
 
-    They come from STEPSCOPE_RUN_ID, from the Ray job, from torch.distributed's store, or from this process
-    itself, which then sends them to its workers.
+    The id is STEPSCOPE_RUN_ID, or a hash of the Ray job, or agreed on in torch.distributed's store, or
+    random. Workers get the id from the process that opens captures.
     """
     known = _ids.get("run")
     if known is None:
@@ -52,7 +53,8 @@ def run_id() -> str:
 
 
 def _of_ray_job() -> str | None:
-    # Worker groups that open captures by themselves have a torch store each, but one job.
+    # Before torch's store, because worker groups that open their own captures have different stores but the
+    # same job.
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -66,7 +68,7 @@ def _of_ray_job() -> str | None:
 
 
 def _agreed(proposal: str) -> str:
-    # The store answers without a collective: a rank that never captures does not block the others.
+    # The store is used without a collective, so a rank that never captures does not block the others.
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or not distributed.is_initialized():
         return proposal
@@ -79,7 +81,7 @@ def _agreed(proposal: str) -> str:
 
 
 def record(config: ProfileConfig, versions: Callable[[], dict[str, str]]) -> None:
-    """Write `run.json` if this run has none yet. `versions` returns the versions of the installed
+    """Write `run.json` once for this run and folder. `versions` returns the versions of installed
     packages.
     """
     if config.save_path in _recorded:

@@ -1,9 +1,9 @@
-"""Signals and the end of the process, by interpreter exit or SIGTERM, which close everything that is open.
+"""The end of the process, by exit or SIGTERM, at which everything that is open is closed; and SIGUSR1.
 
-SIGUSR1 asks this process for its next step.
+SIGUSR1 requests a capture of the next step of this process.
 
-torch's profiler segfaults when a process exits with a window open, and a killed process leaves nothing
-behind. At exit closing has the export deadline, on SIGTERM a few seconds (schedulers follow with SIGKILL).
+If a process exited with an open window, torch's profiler would segfault and recordings would be lost. A close
+may take `EXIT_S` at exit, but only `SIGTERM_S` after SIGTERM, because schedulers soon send SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from stepscope.files.manifest.records import Ending
 EXIT_S = 60.0
 SIGTERM_S = 5.0
 GRACE_S = 2.0
-"""Time for writing to the disk, beyond the deadline for workers and engines."""
+"""Time for disk writes after the deadline of workers and engines."""
 
 _closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
-"""{name: (order, function that closes)}. One writer: `on_exit`."""
+"""{name: (order, function)}. One writer: `on_exit`."""
 _is_installed = False
 """True if an `atexit` function is registered. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
-"""The SIGTERM handler that was installed before ours."""
+"""The SIGTERM handler that stepscope's handler has replaced."""
 is_in_call: Callable[[], bool] = lambda: False  # noqa: E731
-"""Returns whether a recorded call runs in this process. One writer: `activation`."""
+"""Returns whether a recorded call is running in this process. One writer: `activation`."""
 
 
 def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:
-    """Register `close(ending, deadline_s)`, which is called when a process that called `install` ends.
+    """Register `close(ending, deadline_s)`, to be called at the end of a process in which `install` was
+    called.
 
     Args:
-        order: Functions with the lowest order are called first.
+        order: Functions with a lower order are called earlier.
     """
     _closers[name] = order, close
 
 
 def install() -> None:
-    """Watch for the end of this process. SIGTERM is watched only if called on the main thread (Python's
-    rule).
+    """Call the registered functions at the end of this process. SIGTERM is handled only if this is called on
+    the main thread, as Python requires.
     """
     global _is_installed, _before
     if not _is_installed:
@@ -60,7 +61,7 @@ def install() -> None:
     ):
         standing = signal.getsignal(signal.SIGTERM)
         if standing is None or standing == signal.SIG_IGN:
-            return  # set from C, or ignored on purpose: not ours to change
+            return  # a handler in C, or ignored on purpose
         _before = standing
         signal.signal(signal.SIGTERM, on_sigterm)
 
@@ -72,7 +73,7 @@ def _at_exit() -> None:
 def on_sigterm(number: int, frame: FrameType | None) -> None:
     if postponed(partial(on_sigterm, number, frame)):
         return
-    if identity.waits_for_tasks() and not is_in_call():  # Ray ends its workers so, when a program is over
+    if identity.waits_for_tasks() and not is_in_call():  # Ray ends idle workers with SIGTERM
         ending = Ending("exit", "Ray ended the process, which ran no call")
     else:
         ending = Ending("signal", "the process was terminated (SIGTERM)")
@@ -80,13 +81,13 @@ def on_sigterm(number: int, frame: FrameType | None) -> None:
     if callable(_before):
         _before(number, frame)
         return
-    # The default is to die of the signal, and that is what the parent must see.
+    # Die of the signal, which is the default, so that the parent process sees it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def close_everything(ending: Ending, deadline_s: float) -> None:
-    """Close everything that is open in this process, and write its files."""
+    """Call all registered functions, which close what is open and write files."""
     for name, (_, close) in sorted(_closers.items(), key=lambda item: item[1][0]):
         try:
             close(ending, deadline_s)
@@ -97,13 +98,13 @@ def close_everything(ending: Ending, deadline_s: float) -> None:
 _came = 0
 """Number of SIGUSR1 signals received. One writer: the handler."""
 _answered = 0
-"""Number of received SIGUSR1 signals that a captured step has answered. One writer: `take`."""
+"""Number of SIGUSR1 signals that a captured step has answered. One writer: `take`."""
 
 
 def handle(config: ProfileConfig) -> None:
-    """Handle SIGUSR1 in this process, if `config` listens for requests and nothing else handles it.
+    """Handle SIGUSR1 in this process, if `config` listens for requests and no other code handles the signal.
 
-    Does nothing outside the main thread (Python's rule).
+    On other threads than the main thread, do nothing, as Python does not allow it.
     """
     if not config.control.requests or threading.current_thread() is not threading.main_thread():
         return
@@ -112,12 +113,12 @@ def handle(config: ProfileConfig) -> None:
 
 
 def pending() -> bool:
-    """Return whether a signal was received that no captured step has answered."""
+    """Return whether a SIGUSR1 was received that no captured step has answered."""
     return _came != _answered
 
 
 def take() -> bool:
-    """Return `pending()`, and count all signals as answered by the step that begins now."""
+    """Return `pending()`, and mark all signals as answered by the step that begins now."""
     global _answered
     came, before = _came, _answered
     _answered = came
@@ -125,8 +126,8 @@ def take() -> bool:
 
 
 def _handled_from_c() -> bool:
-    """Return whether a handler is installed that Python does not know, such as faulthandler's or a
-    library's.
+    """Return whether a handler in C is installed for SIGUSR1, such as faulthandler's, which Python does not
+    report.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""A queue of jobs that one daemon thread does in order."""
+"""A queue of jobs, which one daemon thread does in order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class _Entry(Generic[J]):
 
 
 class WorkQueue(Generic[J]):
-    """Jobs of one kind. The thread starts with the first job, or earlier with `start`."""
+    """A queue of jobs. Its thread starts with the first job, or earlier with `start`."""
 
     def __init__(self, name: str, work: Callable[[J], None], *, inline: bool = False) -> None:
         """Args:
-        name: Name of the thread.
-        work: Does one job. An exception ends the thread; the next job starts another one.
-        inline: True if `drain` does the jobs itself when no thread can be started.
+        name: Name of the thread. work: Does one job. An exception ends the thread; the next job starts a new
+        thread. inline: True if `drain` itself does the jobs when no thread can start.
         """
         self._name = name
         self._work = work
@@ -37,11 +36,11 @@ class WorkQueue(Generic[J]):
         self._running: _Entry[J] | None = None
         self._thread: threading.Thread | None = None
         self._is_ended = False
-        # Of an RLock: a SIGTERM handler may drain in the middle of put().
+        # A Condition has an RLock by default, as needed: a SIGTERM handler may call drain() during put().
         self._changed = threading.Condition()
 
     def start(self) -> None:
-        """Start the thread, unless the interpreter is exiting (Python 3.12 then starts no more)."""
+        """Start the thread. At interpreter exit, when Python 3.12 cannot start threads, do nothing."""
         if self._thread is not None:
             return
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -55,15 +54,15 @@ class WorkQueue(Generic[J]):
         """Queue a job.
 
         Args:
-            deferred: True if the job waits for `drain`. Later jobs may overtake it.
+            deferred: True if the job waits for `drain`. Later jobs may be done before it.
         """
         with self._changed:
             self._entries.append(_Entry(job, deferred))
-            self.start()  # also for a deferred job: at exit it may be too late
+            self.start()  # also for a deferred job, because at exit no thread can start
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End the thread once all jobs are done. A later job starts a new thread, which ends after that
+        """End the thread once all jobs are done. A later job starts a new thread, which ends after the
         job.
         """
         with self._changed:
@@ -71,10 +70,10 @@ class WorkQueue(Generic[J]):
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> list[J]:
-        """Let deferred jobs begin, and wait until all jobs are done.
+        """Begin deferred jobs, and wait until all jobs are done.
 
         Returns:
-            The jobs that are unfinished after `timeout_s`, the running one first. They are still done.
+            The jobs that are not done after `timeout_s`, the running job first. They continue.
         """
         until = time.monotonic() + timeout_s
         with self._changed:
@@ -89,7 +88,7 @@ class WorkQueue(Generic[J]):
             return self._unfinished()
 
     def unfinished(self) -> list[J]:
-        """Return the jobs that are not done, the running one first."""
+        """Return the jobs that are not done, the running job first."""
         with self._changed:
             return self._unfinished()
 
@@ -106,7 +105,7 @@ class WorkQueue(Generic[J]):
             raise
 
     def _await_job(self) -> bool:
-        """Wait for a job that is due. Return False if none is left and the thread should end."""
+        """Wait for a job that is not deferred. Return False if no job is left and the thread should end."""
         with self._changed:
             self._changed.wait_for(self._has_due)
             if not self._entries:
