@@ -1,13 +1,12 @@
-"""Reads what stepscope recorded: a step's timeline, its tables, and both as text, page and file.
+"""Timelines and reports of captured steps, as objects, text, HTML pages and JSON.
 
-`open` reads a run, and `step_report` makes the tables of a step. A name is imported when it is first asked
-for.
+`open` reads a run, and `step_report` makes the tables of a step. Names are imported at their first use.
 
 From a trace to a number on the page: `timeline.step.trace_files` finds the files, and
 `timeline.activity.content_reader` reads each into a `TraceContent`. There `Reading._kernels` adds a kernel's
 time to its name and to its device. `sections.operators` adds the files up (`operator_times`, `device_usage`)
 and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and `Pages` in `cli.report` writes the
-page. The other sections begin at the timeline's spans.
+page. Other sections are computed from the timeline's spans.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ _WHERE = {
     "memory_peaks missing_devices operator_times trace_tables",
     "sections.vain_waits": "VainWait waits_in_vain",
 }
-"""Module -> the public names in it."""
+"""{module: its public names}."""
 _LATER = {name: module for module, names in _WHERE.items() for name in names.split()}
 
 

@@ -1,4 +1,4 @@
-"""Splits wall-clock time between nested, concurrent intervals. Shares add up exactly."""
+"""Division of wall-clock time among nested, concurrent intervals. The shares add up exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A stretch in which the kinds of `mask` did nothing, for the reason that `label` names."""
+    """A stretch of time in which the kinds of `mask` did nothing. `label` names the reason."""
 
     start_ns: int
     end_ns: int
@@ -60,17 +60,17 @@ def divide(
 ) -> Shares:
     """Divide the time from `start_ns` to `end_ns` among the labels.
 
-    At each instant the leaves count: running intervals with nothing running below them. Of these, the leaves
-    of the lowest tier are billed: the instant is split equally among their labels. The remainder of that
-    division, a few ns, goes to the first labels by name.
+    A leaf is a running interval with no running interval below it. At each instant, the leaves of the lowest
+    tier are billed: the instant is split equally among their labels. The remainder of this division, a few
+    ns, goes to the first labels by name.
 
     Args:
-        intervals: The caller has given an end to each interval that is still open.
+        intervals: The caller must give an end to intervals that are still open.
         start_ns: Inclusive.
         end_ns: Exclusive.
         labels: The label of each bit. Several bits may have one label.
         tiers: The tier of each bit.
-        held: Disjoint stretches, in order. Within each stretch, its kinds are billed under its label.
+        held: Disjoint stretches, in order. In a stretch, time of its kinds is billed to its label.
     """
     shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
     billed: Counter[tuple[Label, ...]] = Counter()
@@ -247,7 +247,5 @@ def clipped(pairs: Iterable[Pair], from_ns: int, until_ns: int) -> list[Pair]:
 
 
 def rank_of(percent: int, count: int) -> int:
-    """Return the index of a percentile among `count` ascending values (nearest rank: it is one of the
-    values).
-    """
+    """Return the index of a percentile among `count` ascending values, by nearest rank."""
     return max(0, -(-count * percent // 100) - 1)

@@ -1,4 +1,4 @@
-"""Shapes that a terminal and a page can both draw, of text alone."""
+"""Blocks of text that both a terminal and a page can draw."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Listing(msgspec.Struct, frozen=True, tag="list"):
     title: str
     lines: tuple[str, ...]
     bad: bool = False
-    """True if the lines name trouble: a page shows them in red."""
+    """True if the lines are problems, which a page shows in red."""
 
 
 class Paragraph(msgspec.Struct, frozen=True, tag="text"):

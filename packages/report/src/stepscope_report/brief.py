@@ -1,6 +1,6 @@
-"""The whole story of a step in at most 40 lines: text, Markdown or HTML.
+"""The brief of a step: the report in at most 40 lines of text, Markdown or HTML.
 
-All of it is taken from the report. Nothing is computed here but the choice of lines.
+All figures are taken from the report. This module only chooses the lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stepscope_report.sections.long_tail import slow_cells, tail_sentences, wait
 FLOOR = 100
 """A finding is shown if its time is at least one part in this many of the step (1 %)."""
 LINES = 40
-"""A brief is never longer."""
+"""The largest number of lines of a brief."""
 _WIDTH = 400
 _SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
 """Pairs (stages shown, advice shown), largest first. A brief uses the first pair that keeps it short
@@ -46,14 +46,14 @@ enough."""
 
 
 class Briefed(ABC):
-    """Something with a brief, which a notebook shows as its value."""
+    """Base of objects with a brief, which a notebook shows as their value."""
 
     @abstractmethod
     def _parts(self) -> Sequence[Part]:
         """Return the parts of the brief."""
 
     def brief(self, *, markdown: bool = False) -> str:
-        """Return the whole story in at most 40 lines."""
+        """Return the brief as text, in at most 40 lines."""
         parts = self._parts()
         return brief_markdown(parts) if markdown else brief_text(parts)
 
@@ -62,7 +62,7 @@ class Briefed(ABC):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Lines of a brief below one heading. A line that starts with two spaces explains the one before."""
+    """Lines of a brief below one heading. A line that starts with two spaces explains the line before."""
 
     title: str
     lines: tuple[str, ...]
@@ -80,7 +80,7 @@ def step_brief(
     others: Sequence[StepReport] = (),
     left_out: Mapping[str, Sequence[int]] = {},
 ) -> list[Part]:
-    """Return the brief of one step: the first part says what and how long, the last one what to run next.
+    """Return the brief of one step. Its last part has the commands to run next.
 
     Args:
         folder: The step's folder, or None to name no command.
@@ -237,9 +237,7 @@ def _findings(report: StepReport) -> Iterator[str]:
 
 
 def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
-    """Yield the phases of the engine that was idle for longest, and of the one that was idle for the shortest
-    time.
-    """
+    """Yield a line for the engine with the least idle time, and a line for the engine with the most."""
     ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
     for engine in (*ordered[:1], *ordered[1:][-1:]):
         yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"

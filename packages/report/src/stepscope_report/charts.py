@@ -1,7 +1,7 @@
 """The step over time: stages of each role and process, and trajectories packed into lanes.
 
-Both charts have at most as many marks as a page can show: blocks of time that a screen could not show apart
-are united. They are one file because they share these marks.
+A page can show only so many marks, so neighbouring blocks that a screen could not show apart become one mark.
+Both charts are in one file because they share these marks.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
 
 
 def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
-    """Unite neighbours of one stage that are less than `gap_ns` apart, if at least one of the two is shorter
-    than that.
+    """Unite neighbouring marks of one stage that are less than `gap_ns` apart, if one of the two is shorter
+    than `gap_ns`.
     """
     joined: list[Mark] = []
     for mark in marks:
@@ -159,10 +159,10 @@ def _fit(
     thin: Callable[[_Drawn, int], _Drawn],
     count: Callable[[_Drawn], int],
 ) -> tuple[_Drawn, int]:
-    """Return a chart with as many marks as fit, and the ns below which neighbours are drawn as one.
+    """Thin a chart until it has at most `budget` marks. Return (chart, ns below which neighbours are united).
 
-    The limit begins at 1/2048 of the window, half a pixel of a laptop's screen, and doubles up to an eighth
-    of the window until the marks fit.
+    The limit begins at 1/2048 of the window, half a pixel of a laptop's screen. It doubles until the marks
+    fit, up to an eighth of the window.
     """
     shortest_ns = 0
     for parts in (2048 >> halvings for halvings in range(9)):
@@ -178,7 +178,7 @@ def _wall_ns(mark: Mark) -> int:
 
 
 def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
-    """Pick every k-th of `count` rows, so that at most `limit` are drawn, plus the wanted ones."""
+    """Return the indices of every k-th of `count` rows, at most `limit`, and of the wanted rows."""
     every = max(1, -(-count // limit))
     return sorted({*range(0, count, every), *(index for index in wanted if index < count)})
 
@@ -200,8 +200,8 @@ FULL_ROWS = 32
 """A role with at most this many processes has a row for each of them, with a lane for each stage. In a larger
 role, each process is a thin strip."""
 _STRIPS = 512
-"""Largest number of strips of a role. In a role with more processes, every k-th is drawn, plus the slowest
-ones of each stage."""
+"""Largest number of strips of a role. In a role with more processes, every k-th process is drawn, and the
+slowest process of each stage."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,7 +219,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """True if a process is drawn as a strip of its most specific stage at each instant."""
     processes: int
     rows: tuple[Row, ...]
-    """The drawn rows; fewer than `processes` if some are left out."""
+    """The drawn rows. There are fewer than `processes` if some are left out."""
 
 
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,7 +230,7 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
     spans: int
     """Number of all spans of the step."""
     shortest_ns: int
-    """Neighbouring marks shorter than this, or nearer to each other than this, are drawn as one mark."""
+    """Neighbouring marks that are shorter than this, or less than this apart, are drawn as one mark."""
 
 
 def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS) -> Gantt:
@@ -334,9 +334,9 @@ def _calls(
 
 
 def _callers_first(calls: Iterable[Label], callers: Mapping[Label, set[Label]]) -> list[Label]:
-    """Return the stages by first call, each after its callers.
+    """Return the stages in the order of their first calls, each after its callers.
 
-    If stages call each other, the one called first leads.
+    If stages call each other, the stage that was called first comes first.
     """
     order: dict[Label, None] = {}
 
@@ -359,7 +359,7 @@ def _collide(one: Sequence[Mark], other: Sequence[Mark]) -> bool:
 
 _LANE_MARKS = 8_000
 _LANES = 256
-"""Largest number of lanes drawn. If there are more, every k-th is drawn, plus those of the slowest
+"""Largest number of drawn lanes. If there are more, every k-th lane is drawn, and the lanes of the slowest
 trajectories."""
 _SAMPLES = 240
 """Points of the curve of trajectories in flight."""
@@ -382,7 +382,7 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     needed: int
     """Number of lanes that all trajectories take, which is the largest number that ran at once."""
     lanes: tuple[tuple[Flight, ...], ...]
-    """The drawn lanes; fewer than `needed` if some are left out."""
+    """The drawn lanes. There are fewer than `needed` if some are left out."""
     in_flight: tuple[float, ...]
     """Number of trajectories that ran, on average, in each of `_SAMPLES` equal parts of the window."""
     marks: int
@@ -393,7 +393,7 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
 def pack_trajectories(
     timeline: Timeline, slowest: Iterable[str] = (), budget: int = _LANE_MARKS
 ) -> Lanes | None:
-    """Return the lanes of one step, including those of the `slowest` trajectories. None if the step has no
+    """Return the lanes of a step, with the lanes of the `slowest` trajectories, or None without
     trajectories.
     """
     members = grouped(_members(timeline), lambda index: timeline.spans[index].trajectory or "")
@@ -423,9 +423,9 @@ def pack_trajectories(
 
 
 def pack(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the lane of each (start, end), sorted by start: the lowest one that is free then.
+    """Return the lane of each (start, end): the lowest lane that is free at the start.
 
-    No other choice needs fewer lanes.
+    The intervals are sorted by start. No other choice needs fewer lanes.
     """
     slots: list[int] = []
     free: list[int] = []
@@ -465,7 +465,7 @@ def _flight(timeline: Timeline, name: str, indices: list[int]) -> Flight:
 def _marked(timeline: Timeline, flight: Flight, indices: Sequence[int]) -> Flight:
     zero_ns = timeline.window.start_ns
     marks = _runs(timeline, indices, flight.start_ns + zero_ns, flight.end_ns + zero_ns)
-    if flight.open and marks and marks[-1].end_ns == flight.end_ns:  # the mark hides that the end is missing
+    if flight.open and marks and marks[-1].end_ns == flight.end_ns:  # draw the last mark as open too
         marks[-1] = msgspec.structs.replace(marks[-1], open=True)
     return msgspec.structs.replace(flight, marks=tuple(marks))
 

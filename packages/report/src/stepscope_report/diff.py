@@ -1,4 +1,4 @@
-"""Changes between two steps, or between two runs: the accounts of both, line by line, and their traces."""
+"""Changes between two steps or two runs: of each line of the account, and of kernels in the traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     runs: tuple[str, ...]
     step_ns: int
-    """Mean time of a step, without opening and closing its capture: the sum of this side's lines."""
+    """Mean time of a step, without opening and closing its capture. The lines of this side add up to it."""
     opening_ns: int
     """Mean time for opening the capture of a step, which comes before the step."""
     closing_ns: int
@@ -36,7 +36,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of one side. Zeros where the side has no such line."""
+    """One line of one side. All numbers are zero if the side does not have the line."""
 
     wall_ns: int = 0
     """Mean time per step, in whole ns."""
@@ -58,10 +58,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     a: Figures
     b: Figures
     delta_ns: int
-    """Change of the line's share of the step, b - a. The changes of all lines add up to that of the step."""
+    """Change of the line's share of the step, b - a. The changes of all lines add up to the step's change."""
     apart: bool
-    """True if both sides have several steps and their ranges do not overlap: the change exceeds the
-    differences between the steps of one side."""
+    """True if both sides have several steps, and the ranges of their times do not overlap."""
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +68,11 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     a: Side
     b: Side
     delta_ns: int
-    """Change of the step's time, b - a. The times for opening and closing the capture are in `a` and `b`."""
+    """Change of `Side.step_ns`, b - a. It does not include opening and closing the capture."""
     changes: tuple[Change, ...]
     """All lines, the largest change first, whatever its sign."""
     kernels: KernelDiff | None = None
-    """The changes of kernels; None if the traces were not read."""
+    """The changes of kernels, or None if the traces were not read."""
 
 
 KernelKind: TypeAlias = Literal["operator", "kernel"]
@@ -82,7 +81,7 @@ Place: TypeAlias = tuple[str, str | None]
 
 
 class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an operator whose inputs had these shapes."""
+    """The time of an operator in calls whose inputs had these shapes."""
 
     shapes: str
     """The shapes in torch's form: `[[64, 128], [128, 32]]`."""
@@ -94,7 +93,7 @@ class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's own time, or a kernel's, on both sides: per step, and per process that was profiled."""
+    """The self time of an operator, or the time of a kernel, on both sides: per step and profiled process."""
 
     role: str
     stage: str | None
@@ -117,7 +116,7 @@ class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
     compared: tuple[Place, ...]
     """Places that have traces on both sides."""
     only_a: tuple[Place, ...]
-    """Places that have traces on this side alone. They are not compared."""
+    """Places that have traces only on side a. They are not compared."""
     only_b: tuple[Place, ...]
 
 
@@ -209,12 +208,12 @@ _Name: TypeAlias = tuple[KernelKind, str, str]
 _Times: TypeAlias = tuple[float, float]
 """(microseconds, calls)."""
 KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, _Times]]
-"""The times of each operator and kernel in one step, by profiled process."""
+"""The times of each operator and kernel in one step, per profiled process."""
 _NONE = (0.0, 0.0)
 
 
 def kernel_times(activities: Iterable[TraceActivity]) -> KernelTimes:
-    """Return the times of one step's operators and kernels. Marks are left out: they are no operators."""
+    """Return the times of one step's operators and kernels, without marks, which are not operators."""
     processes: dict[Place, set[str]] = defaultdict(set)
     sums: dict[Place, dict[_Name, _Times]] = defaultdict(dict)
     for activity in activities:
@@ -237,7 +236,7 @@ def kernel_times(activities: Iterable[TraceActivity]) -> KernelTimes:
 def kernel_diff(a: Sequence[KernelTimes], b: Sequence[KernelTimes]) -> KernelDiff:
     """Compare the operators and kernels of two sides, each by the mean of its steps that have traces.
 
-    A different number of profiled processes is not counted as a change.
+    Times are per profiled process, so that a different number of profiled processes is not a change.
     """
     left, right = _means(a), _means(b)
     changes = [

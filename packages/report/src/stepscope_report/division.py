@@ -1,4 +1,4 @@
-"""Division of time among the spans that ran in it: an instant is billed to the leaves of the lowest tier."""
+"""Division of time among spans: each instant is billed to the running leaves of the lowest tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope_report.timeline import Span, Timeline
 STALLED: Label = ("profiler", "engine trace")
 """Label of engines that serve nothing because of their own profiler."""
 NOT_KNOWN: Label = ("", "not known")
-"""Label of time for which nothing says what the step waited for."""
+"""Label of time in which it is unknown what the step waited for."""
 WINDOWS: Label = ("profiler", "windows of stages")
 """Label of the time in which profilers were started and stopped around stages (discrete mode)."""
 _Kind = TypeVar("_Kind", bound=Hashable)
@@ -54,9 +54,9 @@ def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None 
 def intervals_of(
     timeline: Timeline, indices: Sequence[int], kind_of: Callable[[Span], _Kind]
 ) -> tuple[list[Interval], list[_Kind]]:
-    """Return the spans at `indices` as intervals, and the kinds of these by bit.
+    """Return (the spans at `indices` as intervals, the kind of each bit).
 
-    Spans of unaligned processes get no length, because their place is unknown.
+    Spans of unaligned processes get no length, because their place on the timeline is unknown.
     """
     kinds: dict[_Kind, int] = {}
     places = {index: place for place, index in enumerate(indices)}
@@ -72,7 +72,7 @@ def intervals_of(
 
 
 def _part_of(timeline: Timeline, span: Span) -> int | None:
-    """Return the index of the span that this one is a part of, or None.
+    """Return the index of the parent that a span is a part of, or None.
 
     Work for a later step is not a part of the span that began it, because that span belongs to this step.
     """
@@ -103,8 +103,8 @@ def _divided(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Sh
 
 
 def stalled_most_ns(timeline: Timeline, work: Work) -> int:
-    """Return the longest time in ns that stalls can explain: a stall of any engine then holds up the work of
-    unnamed engines.
+    """Return the longest time in ns that stalls can explain. Work of unnamed engines counts as held up by the
+    stall of any engine.
     """
     held = _held(timeline, work.engines, by_any=True)
     return _divided(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]

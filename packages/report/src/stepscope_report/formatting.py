@@ -144,12 +144,12 @@ DOUBTED = "?: see Can these traces be believed?"
 
 
 def doubt(name: str, doubted: bool) -> str:
-    """Return the name, marked if the numbers beside it depend on a doubt."""
+    """Return the name, with a `?` if the numbers beside it are in doubt."""
     return f"{name} ?" if doubted else name
 
 
 def say_doubted(doubted: Iterable[bool]) -> str:
-    """Return the explanation of the mark of `doubt`, if anything has it."""
+    """Return the note that explains the `?` of `doubt`, or "" if nothing is in doubt."""
     return f" {DOUBTED}" if any(doubted) else ""
 
 
@@ -159,5 +159,5 @@ def starred(name: str, profiled: bool) -> str:
 
 
 def say_profiled(*profiled: bool) -> str:
-    """Return the note that explains `*`. Empty if no process has one."""
+    """Return the note that explains the `*` of `starred`, or "" if no process has it."""
     return PROFILED if any(profiled) else ""

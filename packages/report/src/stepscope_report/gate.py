@@ -1,9 +1,8 @@
-"""The gate of `stepscope diff`: limits, the steps of both sides, and the verdict of each limit by a stage's
-change.
+"""The gate of `stepscope diff`: limits for the growth of stages, checked with confidence intervals.
 
-An interval of a change is a studentised bootstrap of the logarithm of the ratio of means, seeded (Efron and
-Tibshirani, An Introduction to the Bootstrap, 1993, section 12.5). Neighbouring steps resemble each other:
-each standard error is widened by sqrt((1 + r) / (1 - r)), where r is the autocorrelation at lag 1.
+The interval of a change is a seeded, studentised bootstrap of the logarithm of the ratio of means (Efron and
+Tibshirani, An Introduction to the Bootstrap, 1993, section 12.5). Because neighbouring steps resemble each
+other, each standard error is widened by sqrt((1 + r) / (1 - r)), where r is the autocorrelation at lag 1.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage beside its limit."""
+    """The change of one stage, compared with its limit."""
 
     stage: str
     """`role/stage`; `step` is the whole step."""
@@ -53,11 +52,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     change: float | None
     """The relative change, or None if the mean of A is zero."""
     interval: Interval | None
-    """The confidence interval; None if there are too few steps."""
+    """The confidence interval, or None if there are too few steps."""
     a_steps: int
     b_steps: int
     source: Source
-    """The steps that are compared: captured ones, or those of runs that no profiler slowed."""
+    """The kind of the compared steps: captured steps, or steps without a profiler."""
     changed: bool | None
     """True if zero lies outside of the interval, or None without an interval."""
     failed: bool
@@ -137,8 +136,8 @@ def _check(stage: str, limit: float, a: GateSteps, b: GateSteps, checks: int, se
 
 
 def _needed(interval: Interval | None, limit: float, a_steps: int, b_steps: int) -> int | None:
-    """Return the steps per side with which the interval is no wider than the limit, so that it cannot hold
-    both zero and the limit. Its width falls with the square root of the steps.
+    """Return the number of steps per side at which the interval is as narrow as the limit, and so cannot
+    hold both zero and the limit. The width falls with the square root of the number of steps.
     """
     if interval is None:
         return None
@@ -147,8 +146,10 @@ def _needed(interval: Interval | None, limit: float, a_steps: int, b_steps: int)
 
 
 def _samples(stage: str, a: GateSteps, b: GateSteps) -> tuple[Source, Sample, Sample]:
-    """Return the steps to compare: those without a profiler if both sides are whole runs with enough of them,
-    or if a side has no captured steps; else the captured ones.
+    """Return the steps to compare.
+
+    Steps without a profiler are compared if both sides are whole runs with enough such steps, or if a side
+    has no captured steps; otherwise, captured steps are compared.
     """
     quiet_a, quiet_b = a.unprofiled(stage), b.unprofiled(stage)
     enough = min(len(quiet_a), len(quiet_b)) >= ENOUGH
@@ -202,7 +203,7 @@ Durations = Mapping[str, float]
 """Seconds by `role/stage`; `step` is the whole step."""
 STEP = "step"
 _MOST_KINDS = 50
-"""With more kinds of steps than this, the kinds are ignored: their stage names then hold ids, and none
+"""With more kinds of steps than this, kinds are ignored: the stage names then contain ids, and no kind
 repeats."""
 
 
@@ -244,8 +245,8 @@ def _like_with_like(a: GateSteps, b: GateSteps) -> tuple[GateSteps, GateSteps]:
 def _matched(
     a: Sequence[Durations], b: Sequence[Durations]
 ) -> tuple[Sequence[Durations], Sequence[Durations]]:
-    """Leave out steps so that each kind has the same proportion on both sides. Kinds that one side lacks
-    stay.
+    """Leave out steps so that each kind has the same proportion on both sides. Steps of a kind that only one
+    side has are kept.
     """
     kinds = list[tuple[Durations, tuple[list[int], list[int]]]]()
     for side, steps in enumerate((a, b)):
@@ -361,7 +362,7 @@ def _relative_change(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def change_interval(a: Sample, b: Sample, *, comparisons: int = 1, seed: int = 0) -> Interval | None:
-    """Return the interval of the relative change from `a` to `b`; None if there are too few steps for one.
+    """Return the interval of the relative change from `a` to `b`, or None if there are too few steps.
 
     Args:
         comparisons: Number of changes that one decision looks at.
@@ -398,8 +399,10 @@ def _studentised(a: Sequence[float], b: Sequence[float], tail: float, draw: rand
 
 
 def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interval:
-    """Return the interval of the relative change. Its width is the difference between means of randomly drawn
-    other steps, as many per side as there are compared steps.
+    """Return the interval of the relative change, with a width that comes from `noise`.
+
+    Other steps are drawn at random, as many per side as there are compared steps. The width is the spread of
+    the differences between the means of these draws.
     """
     ratio = math.log(_mean(b.values) / _mean(a.values))
     differences = sorted(_noise_of(b, draw) - _noise_of(a, draw) for _ in range(_RESAMPLES))

@@ -1,6 +1,6 @@
-"""Times of a step's calls, grouped by an attribute of their spans: which tool is slow, which environment.
+"""Times of a step's calls, grouped by an attribute of their spans, such as the tool or the environment.
 
-Their tables are for the terminal, for Markdown, and for a page with a choice.
+The tables are for the terminal, for Markdown, and for a page on which the reader chooses the attribute.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from stepscope_report.spans import is_tool, placed
 from stepscope_report.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
-"""Attributes that every span can be grouped by: a span that does not state one gets the value of its own
-field."""
+"""Attributes that a span need not state: it gets a value from its fields, if there is a suitable field."""
 _CHOICES = 10
 """Largest number of values of an attribute that a page offers."""
 _ATTRIBUTES = 8
@@ -159,7 +158,7 @@ def group_table(grouping: Grouping, title: str = "") -> TextTable:
             f"{group.calls:,}",
             *(str(getattr(group, name) or "") for name in extra),
             *_times(group),
-            percent_of(group.active_ns, grouping.window_ns),  # groups overlap: not 100 % in sum
+            percent_of(group.active_ns, grouping.window_ns),  # groups overlap, so the sum is not 100 %
         )
         for group in grouping.groups
     )

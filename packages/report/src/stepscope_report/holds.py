@@ -1,4 +1,4 @@
-"""Times in which something other than its own work held up a process, as the counters show."""
+"""Times in which a process was held up by something other than its own work, from the counters."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ _HOLDS: Mapping[str, _Hold] = {
     MEMORY_PRESSURE: _Hold("slow-host", "all of its host stood still for want of memory for"),
     CORE_WAIT: _Hold("slow-host", "it had work and no free core for"),
 }
-"""{counter: how it is reported}. Each counter states the percentage of time in which something other than its
-own work held up a process."""
+"""{counter: how it is reported}. Each counter is the percentage of time in which a process was held up by
+something other than its own work."""
 _WORKS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-stage", "slow-tool", "weight-sync"})
 """Kinds of suspects whose calls may have been held up. All other kinds already say why a call was long."""
 
 
 def preempted_requests(timeline: Timeline) -> Counter[int]:
-    """Return {process: number of requests that its engine preempted}, from spans if any state it, else from
-    counters.
-    """
+    """Return {process: number of requests that its engine preempted}, from spans or else from counters."""
     stated, counted = Counter[int](), Counter[int]()
     for span in timeline.spans:
         number = whole(span, "preemptions")
@@ -93,7 +91,7 @@ class Holds:
         self._throttled = _throttled(timeline)
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
-        """Return for how many ns of these stretches a process was held up by what a counter measures.
+        """Return how many ns of these stretches a process was held up, according to the counter `name`.
 
         A disk sleep is known only for the moment of its sample, so it counts only for a stretch that contains
         this moment.
@@ -108,7 +106,7 @@ class Holds:
         return round(held / 100)
 
     def core_ns(self, process: int, pairs: Iterable[Pair], thread: int | None = None) -> int:
-        """Return for how many ns of these stretches a thread, by default the main one, lacked a core, by its
+        """Return how many ns of these stretches a thread (by default the main thread) lacked a core, by its
         samples.
         """
         pieces = self._core_waits.get((process, thread or self._pid(process)), ())
@@ -117,8 +115,8 @@ class Holds:
     def at_most_ns(
         self, process: int, pairs: Iterable[Pair], thread: int | None = None, *, sampled: bool = True
     ) -> int:
-        """Return the largest number of ns of these stretches in which a thread, by default the main one, may
-        have lacked a core.
+        """Return the largest number of ns of these stretches in which a thread (by default the main thread)
+        may have lacked a core.
 
         A sample states for how long a thread lacked a core since the previous sample, but not when. Time
         without samples counts in full if all cores of the host were busy.
@@ -150,8 +148,8 @@ class Holds:
         return round(least)
 
     def _works_longer(self, suspect: Suspect, most_ns: int) -> bool:
-        """Return whether a suspect with its peers' share of a core would still take a quarter longer than
-        usual, and keep half of its excess.
+        """Return whether a suspect would still be slow if it had lacked a core for the same share of time as
+        its peers: by a quarter more than usual, and by half of its excess.
 
         Args:
             most_ns: The longest time for which the suspect may have lacked a core. For its peers, the
@@ -219,8 +217,8 @@ class Holds:
         return suspect._replace(kind=kind, process=named, because=said)
 
     def is_unsampled(self, suspect: Suspect) -> bool:
-        """Return whether all cores of a host were busy and no sample shows if the suspect's calls there
-        lacked a core.
+        """Return whether a call of the suspect ran on a host whose cores were all busy, in a thread without
+        samples of its waits for a core.
         """
         if suspect.kind not in _WORKS:
             return False
@@ -233,7 +231,7 @@ class Holds:
         )
 
     def _slowed(self, suspect: Suspect, process: int, calls: Sequence[Pair]) -> Suspect:
-        """Return the suspect. If its GPU was slowed for half of its excess, the suspect says so."""
+        """Return the suspect, with a reason if its GPU was slowed for half of its excess."""
         gpu, slow = self._throttled.get(process, ("", []))
         ns = common_ns(joined(calls), slow)
         if ns * 2 < suspect.longer_ns or not ns:

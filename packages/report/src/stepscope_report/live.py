@@ -28,9 +28,9 @@ from stepscope_report.formatting import middle
 from stepscope_report.table import grouped
 
 COMPARED = 50
-"""The running step is compared with at most this many steps, the latest ones."""
+"""Number of the latest steps with which the running step is compared."""
 _NAMED = 8
-"""Number of trajectories that are named."""
+"""Largest number of trajectories that are named."""
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     calls: int
     stages: tuple[str, ...]
-    """The stages of these calls, the most frequent first."""
+    """The stages of the open calls, the most frequent first."""
     oldest_ns: int
 
 
@@ -187,8 +187,8 @@ def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
 
 
 def _left_out(states: Sequence[ProcessState]) -> int:
-    """Return the number of trajectories that the states leave out, because others are at the same place in
-    the code.
+    """Return the number of trajectories that the states leave out because another trajectory is at the same
+    place in the code.
     """
     return sum(span.alike for state in states for span in state.spans if span.trajectory is not None)
 
@@ -313,7 +313,7 @@ def _rows(group: Group, sampled: Iterable[Sampled]) -> list[Row]:
                 values.setdefault((*_order(process, counter), name), {})[titles[counter.name]] = counter.value
     rows = [Row(name=key[-1], values=own) for key, own in sorted(values.items())]
     whole = [row for row in rows if "utilisation" in row.values]
-    return whole or rows  # rows of the host's counters say more about a GPU than torch's
+    return whole or rows  # rows with the host's counters instead of rows with only torch's
 
 
 def _name(process: ProcessInfo, counter: CounterNow) -> str:

@@ -1,4 +1,4 @@
-"""The report of one step: typed tables for people, scripts (JSON) and pictures, and figures for curves."""
+"""The report of one step: typed tables for text, JSON and pictures, and scalars for curves."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def to_scalars(report: StepReport) -> dict[str, float]:
 
     `step/wall_seconds` is the step alone: the sum of `stage/<role>/<stage>_seconds` (each stage's share of
     the wall time), `step/profiler_seconds` (profilers inside the step) and `step/unaccounted_seconds`.
-    `capture/opening_seconds` and `capture/closing_seconds` come before and after it.
+    `capture/opening_seconds` and `capture/closing_seconds` come before and after the step.
 
     `idle/<role>_seconds` is the mean over the role's processes. `long_tail/held_seconds` and
     `long_tail/rollout_seconds` exist if the step has trajectories. `uncaptured/p50_seconds` and
@@ -147,8 +147,7 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     If known, `throughput/rollout_tokens_per_second` and `throughput/train_tokens_per_second` are tokens per
     second of the step, and `mfu/<role>/<stage>` is a fraction of 1.
 
-    `trainer/<name>` are the numbers that the trainer had logged for the step by then, in the trainer's own
-    units.
+    `trainer/<name>` are numbers that the trainer has logged for the step so far, in the trainer's own units.
 
     In names, each character other than letters, digits, `_`, `.` and `-` becomes `-`.
     """

@@ -44,7 +44,7 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def near_step(path: StepPath) -> NearStep:
-    """Return the figures of a step that are compared with those of other steps."""
+    """Return the figures of a step that can be compared with another step."""
     timeline, graph = path.graph.timeline, path.graph
     names = ToolNames(timeline)
     path_ns, calls = Counter[Label](), defaultdict[Label, list[int]](list)
@@ -88,17 +88,17 @@ class Neighbours:
         self._read: dict[tuple[Path, str], NearStep | None] = {}
 
     def of(self, folder: Path, timeline: Timeline) -> Sequence[NearStep]:
-        """Return the nearest captured steps of the same kind, if the step took longer than these; else empty.
+        """Return the nearest captured steps of the same kind if the step took longer, else an empty sequence.
 
-        Spans of other steps are read only in that case.
+        Spans of other steps are read only if the step took longer.
         """
         stages = top_stages(timeline)
         read = (self._step(root, timeline.run_id) for root in self.shorter(folder, timeline)[:_READ])
         return tuple(step for step in read if step is not None and alike(step.stages, stages))
 
     def shorter(self, folder: Path, timeline: Timeline) -> list[Path]:
-        """Return the folders of near captured steps that took less time; empty if most of them took as
-        long.
+        """Return the folders of near captured steps that took less time, or an empty list if most near steps
+        took as long.
         """
         run = RunLayout(folder.absolute().parent)
         others = sorted(
@@ -111,9 +111,7 @@ class Neighbours:
         return shorter if timeline.window.closed and len(shorter) * 2 >= len(walls) else []
 
     def _wall_ns(self, root: Path, run_id: str) -> int | None:
-        """Return the length of a step from its manifest, or None if the step is of another run, or ended
-        early.
-        """
+        """Return the duration of a step from its manifest, or None if it is of another run or ended early."""
         if (root, run_id) not in self._walls:
             layout = StepLayout(root)
             whole = read_records([layout.manifest], Manifest)

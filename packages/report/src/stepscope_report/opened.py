@@ -1,4 +1,4 @@
-"""Captured runs and steps as objects, for notebooks and scripts. Their files are read when first needed."""
+"""Captured runs and steps as objects, for notebooks and scripts. Files are read when they are needed."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from stepscope_report.timeline.step.plain import has_traces, is_ours, read_plain
 
 
 class OpenTraces(Briefed):
-    """Traces of torch.profiler or of engines. They are read when first needed.
+    """Traces of torch.profiler or of engines. Their files are read when they are needed.
 
     Attributes:
-        path: Their folder, or one file.
-        tables: Names of their tables.
+        path: The folder of the traces, or one file.
+        tables: Names of the tables that `table` returns.
     """
 
     tables = ("operators", "devices", "engines", "stragglers", "memory", "traces", "processes")
@@ -117,15 +117,15 @@ ROWS: Mapping[str, type[msgspec.Struct]] = {
     "processes": ProcessRow,
     "spans": _Span,
 }
-"""Table -> the type of its rows."""
+"""{table: type of its rows}."""
 
 
 class OpenStep(Briefed):
     """A captured step.
 
     Attributes:
-        folder: Its folder.
-        tables: Names of its tables.
+        folder: The folder of the step.
+        tables: Names of the tables that `table` returns.
     """
 
     tables = tuple(ROWS)
@@ -182,8 +182,8 @@ class OpenRun(Briefed):
     """A run with its captured steps: `run[3]` is step 3.
 
     Attributes:
-        folder: Its folder.
-        steps: Its captured steps, by number.
+        folder: The folder of the run.
+        steps: {number: captured step}.
         others: {id of another run in the folder: its steps that are left out}.
     """
 
@@ -222,12 +222,12 @@ class OpenRun(Briefed):
         return [step.report() for step in self._readable().values()]
 
     def table(self, name: str) -> Rows:
-        """Return the rows of a table of all steps that can be read, each with its step first."""
+        """Return the rows of a table for all steps that can be read. Each row begins with its step."""
         tables = {number: step.table(name) for number, step in self._readable().items()}
         return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
 
     def longest(self) -> OpenStep:
-        """Return the longest step of those that can be read.
+        """Return the longest of the steps that can be read.
 
         Raises:
             RecordError: no step can be read.
@@ -255,14 +255,15 @@ class OpenRun(Briefed):
 def open(  # noqa: A001  # read as `stepscope_report.open`
     path: str | os.PathLike[str], *, run: str | None = None, traces: bool = True
 ) -> OpenRun | OpenStep | OpenTraces:
-    """Open the folder of a run (its save_path) or of one step in it, or traces that others wrote.
+    """Open the folder of a run (its save_path), the folder of one step, or traces that others wrote.
 
     In a notebook, the returned object shows the brief of the step, or of a run's longest step.
 
     Args:
-        path: The folder. For traces that others wrote, it may also be a file.
-        run: The run's id, where several wrote into one folder, or None for the one that captured last.
-        traces: Whether reports read the profilers' traces, which may be large.
+        path: The folder, or one trace file that others wrote.
+        run: The id of the run to open if several runs wrote into the folder, or None for the run that
+            captured last.
+        traces: True if reports read the profilers' traces, which may be large.
 
     Raises:
         RecordError: the folder does not exist, holds neither a captured step nor a trace, or holds no step of

@@ -1,4 +1,4 @@
-"""Report and comparison of traces that stepscope did not write: sections that need no span, and the steps."""
+"""Report and comparison of traces that stepscope did not write: the sections without spans, and steps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _longest(traces: TraceTables) -> Iterator[str]:
-    """Yield the operators and kernels with the longest own time, those of devices first."""
+    """Yield the operators and kernels with the longest self time, first of devices, then of hosts."""
     rows = sorted(traces.operators, key=lambda row: -row.self_ns)
     for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS], *marks_of(rows)[:_MARKS]):
         role = f"{row.role} " if len({other.role for other in rows}) > 1 else ""
@@ -83,7 +83,7 @@ def _longest(traces: TraceTables) -> Iterator[str]:
 
 
 def _idle(rows: Sequence[GapRow]) -> Iterator[str]:
-    """Yield the causes with the most time, of all roles."""
+    """Yield the causes of idle time with the most time, over all roles."""
     causes = sorted(causes_of_gaps(rows), key=lambda cause: -cause.total_ns)
     roles = {cause.role for cause in causes}
     for cause in causes[:_CAUSES]:
@@ -144,9 +144,7 @@ class Plain:
         return f"{when}: {processes}, {span}" if window.wall_ns else f"{when}: {processes}"
 
     def brief(self, paths: Sequence[Path]) -> list[Part]:
-        """Return the whole story in at most 40 lines. `paths` are the arguments of the commands to run
-        next.
-        """
+        """Return the brief, in at most 40 lines. Its commands to run next get `paths` as arguments."""
         traces, engines = self._report.traces, tuple(engine_lines(self._report.engines))
         named = " ".join(quote(str(path)) for path in paths)
         parts = [
@@ -189,7 +187,7 @@ class Plain:
         yield from self._clocks()
 
     def _files(self) -> Iterator[Block]:
-        """Yield the files of each process. Processes may differ in nothing but the names of their files."""
+        """Yield a table with the files of each process, since processes may differ only in their files."""
         traces = self._report.traces
         if traces is not None and len(traces.traces) > 1:
             said = {
@@ -239,9 +237,10 @@ class Plain:
         return page(self.title, header, *advice, *sections, *files, *clocks)
 
 
-# Steps as parts that are compared between two recordings. Computation and copies, exposed communication, and
-# each cause of idle time add up to the step; without a device, the step is its only part. Forward, backward
-# and the like overlap these: a gate can limit them, and the account leaves them out.
+# The parts of a step, which are compared between two recordings. Computation and copies, exposed
+# communication, and each cause of idle time add up to the step. Without a device, the step has one part.
+# Phases such as forward and backward overlap these parts. A gate can limit them, but the account has no lines
+# for them.
 
 _COMPUTES = "computation and copies"
 _EXPOSED = "exposed communication"
@@ -256,7 +255,7 @@ _BESIDE: dict[str, Callable[[ProfilerStepRow], int | None]] = {
 
 
 class PlainSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one recording: means over the processes that recorded a step."""
+    """The steps of one recording. Times are means over the processes that recorded a step."""
 
     name: str
     parts: Mapping[int, Mapping[str, float]]
@@ -282,7 +281,7 @@ class PlainSteps(msgspec.Struct, frozen=True, kw_only=True):
 def plain_steps(
     name: str, rows: Sequence[ProfilerStepRow], wanted: Callable[[int], bool], *, complete: bool
 ) -> PlainSteps:
-    """Return the steps that are wanted. Empty if there are none."""
+    """Return the wanted steps. `parts` is empty if there are none."""
     by_number: dict[int, list[ProfilerStepRow]] = defaultdict(list)
     for row in rows:
         if wanted(row.step):

@@ -39,7 +39,7 @@ class Recording(NamedTuple):
     stretches: list[tuple[int, int]]
     """(start, end) of each file."""
     idle: bool
-    """True if nothing ran in the recording, named or not."""
+    """True if the recording has no forward pass and no other work."""
 
 
 class Tokens(msgspec.Struct):
@@ -68,13 +68,11 @@ class Replica(msgspec.Struct, kw_only=True):
     served: list[Span] = []
     """Spans `queue`, `wait`, `prefill` and `decode` of its requests."""
     pauses: list[tuple[int, int]] | None = None
-    """The stretches in which the replica was paused, or None if no span tells."""
+    """The stretches in which the replica was paused, or None if unknown."""
     stalls: list[tuple[int, int]] | None = None
-    """The stretches in which the engine's own profiler kept it from serving, or None if no recording
-    tells."""
+    """The stretches in which the engine's own profiler kept the engine from serving, or None if unknown."""
     held: list[tuple[int, int]] | None = None
-    """The stretches in which the replica had requests, by the engine's own counters, or None if these do not
-    tell."""
+    """The stretches in which the replica had requests, by the engine's own counters, or None if unknown."""
     tokens: Tokens = msgspec.field(default_factory=Tokens)
     idle: bool = False
     """True if the manifest says that the replica was recorded and ran nothing."""
@@ -181,7 +179,7 @@ class _Search:
             replica = self._replica(key)
             replica.tokens = counted.get(key) or _count_phases(replica.served)
             engine = read.get(key, Tokens())
-            # Engines of one process share its counters, which then say nothing about a single engine.
+            # Engines of one process share its counters, which do not describe a single engine.
             if replica.tokens == Tokens() and several[msgspec.structs.astuple(engine)] == 1:
                 replica.tokens = engine
 
@@ -200,7 +198,7 @@ class _Search:
 
 
 def _named_in_spans(timeline: Timeline) -> dict[int, ReplicaKey]:
-    """Return the replica of each process whose spans `prefill` and `decode` all name the same one.
+    """Return {process: replica} for processes whose spans `prefill` and `decode` all name the same replica.
 
     Other spans of the process, such as `queue`, need not name the replica.
     """
@@ -229,7 +227,7 @@ def mark_of(span: Span) -> Mark | None:
 
 
 def _announced(timeline: Timeline) -> Iterator[tuple[ReplicaKey, bool]]:
-    """Yield the key of each engine of the capture, and whether it ran nothing."""
+    """Yield (key, True if it ran nothing) for each engine of the capture."""
     for part in timeline.manifest.processes if timeline.manifest is not None else ():
         for item in part.expected:
             number = item.name.rpartition(" ")[2]
@@ -346,7 +344,7 @@ def _count_phases(served: Iterable[Span]) -> Tokens:
 
 
 def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
-    """Return by how much the engine's own counters grew during its recording."""
+    """Return the growth of the engine's own counters during its recording."""
     tokens = Tokens()
     servers = {str(activity.options.get("server")): activity.options for activity in activities}
     for options in servers.values():
@@ -360,10 +358,10 @@ def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
 def _held(
     timeline: Timeline, number: int | None, role: str, activities: Iterable[TraceActivity]
 ) -> list[tuple[int, int]] | None:
-    """Return the stretches in which an engine had requests, by its counters; None if these are unknown.
+    """Return the stretches in which an engine had requests, by its counters, or None if these are unknown.
 
-    Without samples, there were no stretches if the scheduler had no requests at the start and at the stop of
-    the recording.
+    Without samples, the result is empty if the scheduler had no requests at the start and at the stop of the
+    recording.
     """
     sampled = None if number is None else requests_held(timeline, number, role)
     ends = [_number(activity.options, name) for activity in activities for name in _REQUESTS_AT_ENDS]
@@ -379,8 +377,8 @@ def _number(attrs: Mapping[str, object], name: str) -> int | None:
 
 
 def _stretches(marks: Iterable[tuple[int, int, Mark]], until_ns: int) -> list[tuple[int, int]]:
-    """Return when a replica was paused: from the start of each pause to the end of the span that resumes the
-    replica.
+    """Return the stretches in which a replica was paused: from the start of a pause to the end of the span
+    that resumes the replica.
     """
     stretches: list[tuple[int, int]] = []
     since_ns: int | None = None

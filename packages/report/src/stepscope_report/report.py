@@ -1,9 +1,9 @@
-"""The sections of a report, in order: terminal, page and JSON follow this list.
+"""The sections of a report, in the order of the terminal, the page and the JSON.
 
-A test compares the headings of docs/report.md with it. A section of another package comes through the entry
-points `stepscope.report_sections`; docs/extending.md has an example. Terminal and JSON (`added`) show the
-sections of other packages after all others, by the name of the entry point; on the page, `page` ranks them
-too. If one raises, the report says so and keeps all others.
+A test compares the headings of docs/report.md with this list. Other packages add sections by the entry points
+`stepscope.report_sections`; docs/extending.md has an example. The terminal and the JSON (`added`) show added
+sections last, by the name of the entry point. On the page, `Section.page` places all sections. If an added
+section raises an exception, the report names it and keeps the other sections.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def step_report(
     """Return the report of one step. The same timeline and traces give the same tables.
 
     Args:
-        traces: The step's traces, from `load_traces`, or None for a report of spans alone.
-        near: Other captured steps of its kind, from `Neighbours`, that its cause is compared with.
+        traces: The step's traces, from `load_traces`, or None for a report of spans only.
+        near: Other captured steps of the same kind, from `Neighbours`, to compare the cause with.
     """
     sources = Sources(timeline, traces, near)
     report = StepReport(
@@ -100,13 +100,13 @@ def _added_sections(sources: Sources, report: StepReport) -> tuple[AddedSection,
     """Return the sections of other packages, by name.
 
     Args:
-        report: The report without them.
+        report: The report without added sections.
     """
     return tuple(_added(point, sources, report) for point in _points())
 
 
 def pages_of(page: Page) -> Iterator[tuple[int, list[Html]]]:
-    """Yield the rank of each added section on the page, and its markup."""
+    """Yield (rank on the page, markup) for each added section."""
     points = {point.name: point for point in _points()} if page.report.added else {}
     for added in page.report.added:
         rank, drawn = RECORD, None
@@ -147,10 +147,10 @@ def _added(point: EntryPoint, sources: Sources, report: StepReport) -> AddedSect
         value = sources.value_of(msgspec.structs.replace(section, name=f"added {point.name}"))
         if section.terminal is None:
             return AddedSection(name=point.name, title=title, tables=_blocks(value), value=None)
-        msgspec.to_builtins(value)  # raises here, where only this section fails, if JSON cannot hold it
+        msgspec.to_builtins(value)  # if JSON cannot hold it, only this section fails
         tables = _blocks(section.terminal(value, report))
         return AddedSection(name=point.name, title=title, tables=tables, value=value)
-    except Exception as error:  # another package's code: its section is lost, and the report is not
+    except Exception as error:  # code of another package must not end the report
         return AddedSection(name=point.name, title=title, failed=f"{type(error).__name__}: {error}")
 
 

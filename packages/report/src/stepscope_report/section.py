@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 GROUPS = ("Overview", "Rollout", "Processes", "Devices", "Record")
-"""Groups of sections on a page, in its order: the links at its top."""
+"""Groups of sections, in the order of a page. The links at the top of the page lead to the groups."""
 OVERVIEW, ROLLOUT, PROCESSES, DEVICES, RECORD = range(len(GROUPS))
 
 
@@ -33,7 +33,7 @@ class Sources:
         """The timeline with all names, for sections that list single calls."""
         self.timeline, self.names = few_names(timeline)
         self.traces = traces
-        """The traces; None if they were not read."""
+        """The traces, or None if they were not read."""
         self.near = near
         """Captured steps to compare with."""
         self._values: dict[str, object] = {}
@@ -45,7 +45,7 @@ class Sources:
 
     @cached_property
     def path(self) -> StepPath:
-        """Return what the step waited for. Computed once."""
+        """The critical path of the step, computed once."""
         return step_path(self.timeline)
 
     def value_of(self, section: Section[Value]) -> Value:
@@ -79,16 +79,17 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     """One section of a report.
 
     Attributes:
-        name: The field of `StepReport` and of `--json`, and the anchor on the page where `html` is None. A
-            section of another package stands in `added` under its entry point's name.
-        title: The heading on the page and in the docs; terminal tables have titles of their own. Empty for a
+        name: The field of `StepReport` and of `--json`, and the anchor on the page if `html` is None. A
+            section of another package is in `added`, under the name of its entry point.
+        title: The heading on the page and in the docs. Terminal tables have their own titles. Empty for a
             value that other sections draw.
-        compute: Returns the value. A pure function of the step.
-        terminal: Returns the value as tables and lists of text, for the terminal. The report is for
-            figures of other sections. None if other sections draw the value, or, in a section of another
-            package, if the value itself is blocks.
-        html: Returns the value as markup with charts. None to show the tables of `terminal` on the page.
-        page: Group on the page, a place in `GROUPS`. Sections of one group stand as in the list.
+        compute: A pure function of the step that returns the value.
+        terminal: A function that returns the value as tables and lists of text. Its second argument gives
+            access to other sections. None if other sections draw the value, or if the section is from another
+            package and its value is blocks.
+        html: A function that returns the value as markup with charts, or None to show the tables of
+            `terminal` on the page.
+        page: Index in `GROUPS` of the section's group on the page. Sections of a group keep their order.
     """
 
     name: str

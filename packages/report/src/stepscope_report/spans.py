@@ -1,4 +1,4 @@
-"""Spans as the report reads them: stages, roles and attributes with a meaning, and names of tools."""
+"""The meaning of spans for a report: of their stages, roles and attributes, and the names of tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVES_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 TRANSFER = "sync_weights (between its ends)"
-"""Stage for the time without a span between the trainer's end of a weight sync and the engine's."""
+"""Stage for the time between the trainer's span and the engine's span of a weight sync."""
 _TRAINS = re.compile(r"update|train|learn|backward|optimi[sz]", re.IGNORECASE)
 _NAMES = 4096
 """Number of stage names whose meaning is cached: a step has many spans of few stages."""
@@ -34,15 +34,14 @@ _FIXED = SERVED | WAITING | {"trajectory", "turn", PROFILING}
 """Stages that stepscope itself names. They keep their names even if there are many others."""
 _ID = re.compile(r"\d+|[0-9a-f]{6,}")
 _SURELY = 10 * MOST_NAMES
-"""From this number of names on, names are taken for ids or texts, whatever they look like."""
+"""If there are at least this many names, they count as ids or texts, whatever they look like."""
 MOST = 20
-"""A stage of tools with more names than this names calls, not tools."""
+"""If the tools of a stage have more names than this, the names are of calls and not of tools."""
 _LENGTH = 40
 
 
 def is_transfer(before: Label | None, after: Label | None) -> bool:
-    """Return whether weights are on their way from (role, stage) `before` to `after` while nothing runs in
-    between.
+    """Return whether the time between the stages `before` and `after` is a transfer of weights.
 
     Weights go from the trainer to the rollout. The time from the rollout to the trainer belongs to training.
     """
@@ -112,9 +111,7 @@ class ReplicaKey(NamedTuple):
 
 
 def replica_of(timeline: Timeline, span: Span) -> ReplicaKey | None:
-    """Return the replica that a span is work of, by its attribute, else by its process; None if neither names
-    a replica.
-    """
+    """Return the replica that a span belongs to, by its attribute or else by its process, or None."""
     number, role = replica_and_role(timeline, span)
     return None if number is None else _key(timeline, number, role)
 
@@ -146,8 +143,7 @@ class ManyNames(NamedTuple):
 
 
 def few_names(timeline: Timeline) -> tuple[Timeline, ManyNames | None]:
-    """Return the timeline with few stages and roles: the longest ones keep their names, and the others share
-    one.
+    """Return the timeline with few stages and roles: the longest keep their names, others share one name.
 
     A table has a row for each name, and an instant is split among the names that run. Without this limit, a
     name that contains an id would make the report take hours.
@@ -208,7 +204,7 @@ class ToolNames:
         return span.role, title(span.stage, name)
 
     def parts(self, label: Label) -> tuple[str, str | None]:
-        """Return the stage and the tool's name that form the second part of a label."""
+        """Return (stage, name of the tool or None) of a label."""
         return self._parts.get(label, (label[1], None))
 
 
@@ -218,7 +214,7 @@ def title(stage: str, name: str | None) -> str:
 
 
 def _tool_name(span: Span) -> str | None:
-    """Return the name of the tool that a span calls, or None if it is no tool, or has no name."""
+    """Return the name of the tool that a span calls, or None if the span is no tool call or has no name."""
     value = (span.attrs or {}).get("name")
     if not isinstance(value, str) or not is_tool(span.role, span.stage):
         return None

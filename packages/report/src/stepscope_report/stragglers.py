@@ -1,7 +1,7 @@
-"""Ranks for which others wait in collectives, because they enter late (stragglers) or skipped one.
+"""Ranks for which others wait in collectives, because they enter late (stragglers) or skip a collective.
 
-A rank leaves a collective only after all have entered it. From a skipped collective on, the collectives of a
-rank have lower numbers than those of the others.
+A rank leaves a collective only after all ranks have entered it. After a skipped collective, the collectives
+of a rank have lower numbers than the collectives of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepscope_report.timeline import Timeline, TraceActivity
 from stepscope_report.timeline.step_graph import StepGraph
 
 _ALL_WAIT = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|barrier", re.IGNORECASE)
-"""Collectives that no rank leaves before all entered, for traces that name no process groups."""
+"""Names of collectives that no rank leaves before all have entered, for traces without process groups."""
 _Call: TypeAlias = tuple[int, tuple[float, float]]
 """(number of the call, (start, end) in us of the trace)."""
 _Key: TypeAlias = tuple[int, str, int | None, str | None, int, str, str]
@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class StragglerRow(msgspec.Struct, kw_only=True):
-    """One process in the calls of one collective that other processes recorded too."""
+    """One process in the calls of one collective. Only calls that other processes recorded, too, count."""
 
     role: str
     collective: str
@@ -51,7 +51,7 @@ class StragglerRow(msgspec.Struct, kw_only=True):
     rank: int | None
     calls: int = 0
     last: int = 0
-    """Number of calls that this process entered last, so that others had to wait for it."""
+    """Number of calls in which this process was the last to enter."""
     others_waited_ns: int = 0
     """Sum over the other processes of the time that they waited in these calls for this process to enter.
     Calls that overlap in a process count once."""
@@ -81,7 +81,7 @@ class Waited:
         """{(process, the process that it waits for, or None for any): end of the waits so far}."""
 
     def add(self, process: str, last: str | None, start_ns: int, end_ns: int) -> int:
-        """Add a wait, and return how many ns of it lie after the waits that were added before."""
+        """Add a wait, and return how many ns of the wait lie after the end of earlier waits."""
         until_ns = self._until.get((process, last), start_ns)
         self._until[process, last] = max(until_ns, end_ns)
         return max(0, end_ns - max(start_ns, until_ns))
@@ -139,9 +139,7 @@ def matched_calls(
 
 
 def _by_run(activities: Iterable[TraceActivity]) -> Iterator[tuple[int, TraceActivity]]:
-    """Yield the traces, each with the number of its run: traces of one run overlap in time, each with the
-    next one.
-    """
+    """Yield (number of its run, trace). Traces of one run overlap in time, each with the next trace."""
     known = list(activities)
     extents = [
         (
@@ -162,8 +160,10 @@ def _by_run(activities: Iterable[TraceActivity]) -> Iterator[tuple[int, TraceAct
 
 
 def _instances(recorded: Sequence[tuple[TraceActivity, Iterable[_Call]]]) -> Iterator[list[Iterable[Member]]]:
-    """Yield the processes of each process group. If a rank is there twice, several jobs have groups of one
-    name at the same time: their calls tell which processes belong together.
+    """Yield the members of each process group.
+
+    If a rank occurs twice, several jobs have groups with the same name at the same time. The times of the
+    calls then tell which processes belong together.
     """
     ranks = [activity.info.rank for activity, _ in recorded]
     if len(set(ranks)) == len(ranks) or set(ranks) == {None}:
@@ -232,8 +232,9 @@ class Skip(NamedTuple):
 
 
 def unseen_collectives(timeline: Timeline) -> int:
-    """Return the largest number of collectives that C++ issued in one process, between those that Python
-    called: the numbers that are missing in the process' groups.
+    """Return the largest number of collectives in one process that C++ issued and Python did not see.
+
+    These are the missing numbers between the collectives on record.
     """
     numbers: dict[tuple[int, object], set[int]] = defaultdict(set)
     for span in timeline.spans:
@@ -249,8 +250,8 @@ def unseen_collectives(timeline: Timeline) -> int:
 def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:
     """Yield the first skipped collective of each group, as far as the collectives on record tell.
 
-    A rank skipped a collective if it agrees with the others up to there, and from there on calls what the
-    others call later. A rank that merely does other work between collectives has skipped none.
+    A rank skipped a collective if its earlier collectives are those of the others, and its next collectives
+    are those that the others call later. Other work between collectives does not matter.
     """
     groups: dict[object, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for node, span in enumerate(graph.spans):

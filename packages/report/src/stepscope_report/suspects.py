@@ -1,7 +1,7 @@
 """Culprits of a slow step: calls that took longer than similar calls, and the time that each costs the step.
 
-A process is compared with the others of its role, a call of a tool with the others of its kind, and the last
-trajectories with the others. Every saving is a replay of the critical path.
+A process is compared with others of its role, a call of a tool with other calls of the tool, and the last
+trajectories with the others. Every saving comes from a replay of the critical path.
 
 One file above 500 lines: the kinds of culprits share the times of calls.
 """
@@ -50,7 +50,7 @@ LEAST_OF_CALLS = 20
 """A tool, a trajectory or a stage, whose times vary by nature, counts as a suspect if it costs at least 1 /
 LEAST_OF_CALLS of the step."""
 ENOUGH = 3
-"""Least number of trajectories with which the last one can be told from the others."""
+"""Least number of trajectories for a comparison of the last with the others."""
 _LONG = 3
 """A tool's call is long if it takes at least this many times the median of its kind."""
 NO_WORK = frozenset({"trajectory", "turn", PROFILING})
@@ -58,7 +58,7 @@ NO_WORK = frozenset({"trajectory", "turn", PROFILING})
 
 
 class Suspect(NamedTuple):
-    """Calls, a rank or a process that took longer than similar ones."""
+    """Calls, a rank or a process that took longer than similar calls, ranks or processes."""
 
     kind: CauseKind
     ns: int | None
@@ -72,9 +72,9 @@ class Suspect(NamedTuple):
     """Index in `Timeline.processes`, or None."""
     took_ns: int | None = None
     usual_ns: int | None = None
-    """The usual time of the same work, taken from what `beside` names; None if unknown."""
+    """The usual time of the same work, or None if unknown."""
     beside: str = ""
-    """Words for the steps, processes or calls that `usual_ns` comes from."""
+    """Words for the steps, processes or calls from which `usual_ns` comes."""
     trajectory: str | None = None
     turn: int | None = None
     evidence: tuple[str, ...] = ()
@@ -83,14 +83,14 @@ class Suspect(NamedTuple):
     nodes: tuple[int, ...] = ()
     """The suspect's calls."""
     peers: tuple[tuple[int, ...], ...] = ()
-    """The calls of each process that `usual_ns` comes from; empty if it comes from other steps, or from calls
-    of the same process."""
+    """The calls of each process from which `usual_ns` comes. Empty if it comes from other steps, or from
+    calls of the same process."""
     spells: tuple[Pair, ...] = ()
     """If a rank was late outside of calls, the stretches in which it was in no call."""
     within: tuple[Pair, ...] = ()
     """If a top stage of the recorder's lines took longer, the stretches of the step in which it ran."""
     because: str = ""
-    """Words for what held up the process meanwhile; empty if nothing is known to have done so."""
+    """Words for what held up the process, or "" if nothing is known."""
     on_path: bool = False
     """True if `took_ns` and `usual_ns` are times on the critical path: no call was longer than usual."""
 
@@ -116,8 +116,8 @@ class Work(NamedTuple):
     """Sum of the calls' own times in the step, without calls below them and without waits for ranks that
     entered later."""
     whole_ns: int
-    """`own_ns` plus work before the step, if an owner's capture opened before that of the first owner. Other
-    processes are judged against this time, and the process itself by `own_ns`."""
+    """`own_ns` plus work before the step, which exists if an owner's capture opened before the first owner's.
+    Other processes are compared with this time, and the process itself is judged by `own_ns`."""
     tokens: int | None
     """Sum of the calls' attributes `tokens`, or None if a call lacks that attribute."""
 
@@ -165,8 +165,8 @@ class _Lineup:
         return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
 
     def _begin_ns(self, node: int) -> int:
-        """Return the begin of a call. The begin may be before the step, because an owner's capture may have
-        opened before that of the first owner.
+        """Return the begin of a call. It may be before the step, because an owner's capture may have opened
+        before the first owner's.
         """
         span = self._timeline.spans[node]
         return span.start_ns if self._timeline.processes[span.process].owner else self._graph.start_ns[node]
@@ -363,7 +363,7 @@ class _Lineup:
         return tuple((end_ns, start_ns) for (_, end_ns), (start_ns, _) in pairwise(ran) if end_ns < start_ns)
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Return whether these calls have a quarter more tokens than those of the others, at about the same
+        """Return whether these calls have a quarter more tokens than the others' calls, at about the same
         time per token.
         """
         one, rest = self._work(list(nodes)), [self._work(list(other)) for other in others if other]
@@ -463,9 +463,7 @@ class _Lineup:
         return (work.own_ns - usual) * LEAST >= self._window_ns and work.own_ns * 4 >= usual * 5
 
     def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
-        """Yield the number of calls and tokens beside the others' numbers, which shows if a process had more
-        to do.
-        """
+        """Yield a process' numbers of calls and tokens, and the others', to show if it had more to do."""
         others = [work for process, work in compared.items() if process != slowest]
         work = compared[slowest]
         if work.tokens and all(other.tokens for other in others):
@@ -498,9 +496,7 @@ class _Lineup:
         return self._timeline.spans[node].dur_ns or 0
 
     def _slow_server(self, label: Label, by_process: Mapping[int, Work]) -> Suspect | None:
-        """Return the process whose typical call is a quarter longer than that of the other processes, or
-        None.
-        """
+        """Return the process whose median call is a quarter longer than in the other processes, or None."""
         if len(by_process) < 2:
             return None
         each = {process: middle(map(self._took_ns, work.nodes)) for process, work in by_process.items()}
@@ -538,8 +534,8 @@ class _Lineup:
     # Trajectories.
 
     def _late_trajectories(self) -> Iterator[Suspect]:
-        """Yield the last tenth of the trajectories if the others waited for 15 % of the rollout, with the
-        stage that took longer in the last one.
+        """Yield the last tenth of the trajectories if the others waited for 15 % of the rollout. The suspect
+        names the stage that took longer in the last trajectory.
         """
         timeline, graph = self._timeline, self._graph
         roots = [
@@ -621,8 +617,8 @@ class _Lineup:
         return label, times[trajectory][label], usual[label]
 
     def _saves(self, cuts: Mapping[int, int]) -> int | None:
-        """Return by how many ns the step would be shorter if these calls were, or None if the replay has none
-        of the calls.
+        """Return how many ns shorter the step would be if these calls were shorter, or None if the replay
+        contains none of the calls.
         """
         if not any(self._replay.has(node) for node in cuts):
             return None
@@ -635,9 +631,9 @@ class _Lineup:
 
 
 def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tuple[int, float | None]:
-    """Return the slowest process by the time for each token, and the other processes' time for a token.
+    """Return (slowest process by the time per token, time per token of the other processes).
 
-    Without tokens, return the process with the largest sum of calls, and None.
+    Without tokens, return (process with the longest own time, None).
     """
     if not all(work.tokens for work in compared.values()):
         return max(candidates, key=lambda process: compared[process].own_ns), None
@@ -648,7 +644,7 @@ def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tu
 
 
 def _at(each_ns: float) -> Callable[[Work], int]:
-    """Return a function that gives the time of a process' tokens, at `each_ns` per token."""
+    """Return a function that returns the time for a process' tokens at `each_ns` per token."""
     return lambda work: round(each_ns * (work.tokens or 0))
 
 
@@ -667,7 +663,7 @@ class _Lateness(NamedTuple):
     others: tuple[int, ...] = ()
     """The calls of the same stage in the other ranks."""
     spells: tuple[Pair, ...] = ()
-    """The stretches before the meeting in which the rank was in no call, if it was late there."""
+    """The stretches before the meeting in which the rank was in no call, if these made it late."""
 
 
 def _by_process(spans: Sequence[Span], nodes: Iterable[int]) -> tuple[tuple[int, ...], ...]:

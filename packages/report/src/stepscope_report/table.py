@@ -1,4 +1,4 @@
-"""Rows of a report, grouped, or as data frames if polars or pandas is installed."""
+"""Rows of a report, which convert to dicts and to data frames of polars or pandas."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 from stepscope.errors import StepscopeError
 
 if TYPE_CHECKING:
-    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore] # the reader's, if at all
-    import polars  # type: ignore[import-not-found, unused-ignore] # the same
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore] # optional
+    import polars  # type: ignore[import-not-found, unused-ignore] # optional
 
 _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Item = TypeVar("_Item")
@@ -36,7 +36,7 @@ class Table(tuple[_Row, ...]):
     __slots__ = ()
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return a dict for each row; rows within a row are dicts as well."""
+        """Return a dict for each row. Rows within a row are dicts as well."""
         rows: list[dict[str, Any]] = msgspec.to_builtins(tuple(self))
         return rows
 
@@ -68,7 +68,7 @@ class Rows(list[dict[str, Any]]):
         Raises:
             StepscopeError: polars is not installed.
         """
-        # a setting may be a number in one row and a word in another: such a column becomes text
+        # A setting may be a number in one row and a word in another. Such a column becomes text.
         return _library("polars").DataFrame(list(self), infer_schema_length=None, strict=False)
 
     def to_pandas(self) -> pandas.DataFrame:

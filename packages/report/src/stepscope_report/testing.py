@@ -1,4 +1,4 @@
-"""The contract of `Reader`, as tests. Subclass `ReaderConformance` and give it a reader and a file:
+"""Conformance tests for a `Reader`. Subclass `ReaderConformance`, and give it a reader and a file:
 
 class TestMyReader(ReaderConformance):
     @pytest.fixture
@@ -45,11 +45,11 @@ _STRANGERS = {
 
 
 class ReaderConformance:
-    """The contract of `Reader`."""
+    """Tests that each `Reader` must pass."""
 
     @pytest.fixture
     def reader(self) -> Reader:
-        """Return a reader, as the entry point makes it."""
+        """Return the reader, made as the entry point makes it."""
         raise NotImplementedError("override the fixture `reader`")
 
     def write(self, folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
 
-Imports neither torch nor Ray. Each part is imported when it is first used, because a process that reads one
-trace needs few.
+This package imports neither torch nor Ray. Its modules are imported at their first use, because a process
+that reads one trace needs only a few.
 
 `step` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
 places it in the step. `merge` writes both into one file. `readers` turn files into events, and `clocks` put

@@ -1,7 +1,7 @@
 """Contract of analysers, which make recordings readable after a run: the entry points `stepscope.analysers`.
 
-Some profilers leave raw data that only their vendor's tool understands, on a machine that has it. An entry
-point names a class (or function) that is called without arguments and gives an `Analyser`.
+Some profilers leave raw data that only their vendor's tool can read, on a machine with this tool. An entry
+point names a class (or function) that is called without arguments and returns an `Analyser`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GROUP = "stepscope.analysers"
 
 
 class Analyser(Protocol):
-    """Finishes one kind of recording, in a process of its own."""
+    """Analyses one kind of recording, in a separate process."""
 
     name: str
     """The name in messages."""
@@ -28,7 +28,7 @@ class Analyser(Protocol):
         """Analyse one recording and describe the result in words.
 
         Raises:
-            StepscopeError: the analysis failed or took longer. The recording is unchanged.
+            StepscopeError: the analysis failed, or took longer than `timeout_s`. The recording is unchanged.
         """
         ...
 

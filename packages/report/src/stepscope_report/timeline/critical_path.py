@@ -1,5 +1,4 @@
-"""The critical path of a step: for each moment, going backwards from the end, the call that the step waited
-for; and what shorter calls could save.
+"""The critical path of a step: the call that the step waited for at each moment, and savings along the path.
 
 `docs/decisions/0041-the-critical-path.md` has the rules. Times are integers, and the pieces of a path add up
 to the step exactly.
@@ -37,7 +36,7 @@ def critical_path(graph: StepGraph) -> list[Piece]:
 
 
 class _Walk:
-    """Goes back from the step's end. A call on the path is entered at its end, and left at its begin."""
+    """A walk back from the step's end. It enters a call on the path at its end, and leaves at its begin."""
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
@@ -69,7 +68,7 @@ class _Walk:
         return self._pieces
 
     def _leave(self, node: int, at_ns: int) -> tuple[int, int]:
-        """Return what a call waited for before it began, and the time at which that ended."""
+        """Return (node that a call waited for before it began, time at which this wait ended)."""
         graph = self._graph
         caller, cluster = graph.caller[node], graph.cluster_of.get(node)
         if caller == NOBODY:
@@ -144,10 +143,10 @@ class _Walk:
 class Replay:
     """A replay of the step in the same order, with some own times shortened.
 
-    A call begins after the calls of its caller that ended before it, and after the call that its thread ran
-    before it (`StepGraph.before`); it ends after the calls below it. The own times between stay as they were,
-    unless they are shortened. Calls take no part if nothing is known to have waited for their end. Outside of
-    all calls, these are the calls whose stage is not that of the last call to end.
+    A call begins after the calls of its caller that ended before its begin, and after the call that its
+    thread ran before (`StepGraph.before`). It ends after the calls below it. Own times stay the same unless
+    they are shortened. Calls take no part if nothing is known to have waited for their end. Among calls
+    outside of all other calls, these are the calls whose stage differs from that of the last call to end.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -206,7 +205,7 @@ class Replay:
         return node in self._members and (root in self._owners or graph.process_of(root) in self._meets)
 
     def saves_ns(self, labels: Collection[Label], left: float = 0.0) -> int:
-        """Return how much shorter the step becomes if the calls of some stages, and those below, are shorter.
+        """Return how much shorter the step becomes if calls of some stages, and calls below, are shorter.
 
         Args:
             left: The fraction of their times that is left: 0.0 if these calls take no time.

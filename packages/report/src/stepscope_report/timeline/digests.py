@@ -1,7 +1,7 @@
-"""Digests: contents of a step's traces, kept so that the next reading need not open the traces.
+"""Digests: contents of a step's traces, kept so that the next reader need not open the traces.
 
-The first reader makes them, not the exporter, which is a thread of the training process: reading a trace
-holds the GIL. A digest counts only for the same files, read by the same version.
+The first reader writes the digests. The exporter does not, because it is a thread of the training process,
+and reading a trace holds the GIL. A digest is valid only for the same files and the same versions of readers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stepscope_report.timeline.activity.event_names import GROUP, named_collecti
 from stepscope_report.timeline.readers.contract import GROUP as READERS
 
 FORMAT = 3
-"""Version of the digests' content. Raise it when something else is read from the same trace."""
+"""Version of the digests' content. Increase it if different content is read from the same trace."""
 SMALLEST = 1 << 16
 """Traces with fewer bytes get no digest, because reading them takes 0.02 s."""
 _TAIL = 1 << 12
@@ -40,7 +40,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
     mtime_ns: int
     tail: int
-    """CRC of its last 4 KiB, in which gzip keeps its own checksum."""
+    """CRC of the file's last 4 KiB, where gzip has its own checksum."""
 
 
 Stamps: TypeAlias = tuple[Stamp, ...]
@@ -66,8 +66,7 @@ class Digests:
         self._ours = _is_ours(layout.root)
 
     def kept(self, paths: Sequence[Path], kind: type[_T], of: str = "") -> _T | None:
-        """Return the kept content of these files, or None if there is none, or if the files have changed
-        since.
+        """Return the kept content of these files, or None if there is none or the files have changed.
 
         Args:
             kind: Type of the content.
@@ -128,7 +127,7 @@ def packed(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> bytes:
-    """Return the JSON of a digest. It is cut after `MAX_BYTES`."""
+    """Return the JSON of a digest, cut after `MAX_BYTES`."""
     return zlib.decompressobj(zdict=_NUMBERS).decompress(data, MAX_BYTES)
 
 

@@ -1,8 +1,7 @@
-"""One captured step as it was: processes and spans, all on the wall clock of the capture's owner, and the
-reasons why it is not complete.
+"""One captured step: its processes, spans and counters, and the reasons why it is not complete.
 
-Every time is an integer in unix ns on that clock, unless the process is unaligned: the times of its spans are
-then on its own clock, and only their durations are meaningful.
+Every time is an integer in unix ns on the wall clock of the capture's owner. Only times of an unaligned
+process are on its own clock, and only the durations of its spans are meaningful.
 """
 
 from __future__ import annotations
@@ -33,19 +32,18 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """Alignment of one process' times with the owner's clock."""
 
     alignment: Alignment
-    """Way in which the process was aligned. `owner`: this is the owner. `same host`: the process shares
-    the owner's wall clock. `measured`: the owner's exchanges with the process give the offset.
-    `collectives`: collectives between hosts narrow that offset. `assumed`: another tracer named no host of
-    this step, so its clock is taken to be the owner's. `unaligned`: the process runs on another host, and
-    nothing was measured."""
+    """`owner`: the process is the owner. `same host`: it has the owner's wall clock. `measured`: exchanges of
+    the owner with the process give the offset. `collectives`: collectives between hosts narrow the measured
+    offset. `assumed`: another tracer named no host of this step, and its clock counts as the owner's.
+    `unaligned`: the process runs on another host, and nothing was measured."""
     offset_ns: int = 0
-    """Lead of the process' wall clock over the owner's at the capture's opening, already subtracted."""
+    """Lead of the process' wall clock over the owner's when the capture opened. Times are corrected by it."""
     closing_offset_ns: int = 0
-    """The lead at the capture's closing; in between it is interpolated."""
+    """The lead when the capture closed. Between opening and closing, the lead is interpolated."""
     uncertainty_ns: int | None = None
     """Largest error (+-) of the process' times, or None if unknown, as for assumed and unaligned clocks."""
     drift_ns: int = 0
-    """Gain of its wall clock on its monotonic clock while the capture was open."""
+    """Gain of the process' wall clock over its monotonic clock while the capture was open."""
     jumped: bool = False
     """True if the wall clock was set during the capture. Positions then follow the monotonic clock."""
     drift_ppm: float | None = None
@@ -53,8 +51,8 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     matched: int = 0
     """Number of collectives that the offset is based on."""
     note: str | None = None
-    """Reason why collectives did not improve the clock, or only in part; or the assumption that was made
-    about the clock. None if there is neither."""
+    """Reason why collectives improved the clock only in part or not at all, or an assumption about the clock.
+    None if there is neither."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +73,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int | None
     """Number of spans that the process did not write, or None if it ended without recording that number."""
     cost: OwnCost | None
-    """The cost of being captured; None if the process' part of the manifest is missing."""
+    """The cost of being captured, or None if the process' part of the manifest is missing."""
     profiled: bool = False
     """True if a profiler (an engine's own included) recorded the process, which makes it slower than its
     peers."""
@@ -147,13 +145,13 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):
-    """One counter that one process samples of one thing."""
+    """The samples of one counter of one object, taken by one process."""
 
     process: int
     """Index in `Timeline.processes` of the process that sampled it."""
     name: str
     of: str
-    """The sampled thing: `GPU 3`; empty for the process or the host itself."""
+    """The sampled object, such as `GPU 3`; empty for the process or the host itself."""
     unit: str
     kind: CounterKind
     scope: CounterScope
@@ -218,21 +216,21 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
     taken: frozenset[str] | None = None
-    """Names of all trajectories that this step consumes. None if that is unknown: there are no calls of
-    `consume`, some are lost, or no span here has a trajectory that they name."""
+    """Names of all trajectories that this step consumes. None if unknown: there are no calls of `consume`,
+    some calls are lost, or no span here has a trajectory that the calls name."""
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
-    """The manifest; None if no process left its part."""
+    """The manifest, or None if no process left its part."""
     tracer: str = ""
-    """Name of the tracer whose spans are all that is known of the step; empty if stepscope recorded it."""
+    """Name of the other tracer that recorded all spans of the step; empty if stepscope recorded the step."""
     problems: tuple[FileProblem, ...] = ()
     captures: int = 1
-    """Number of captures of the step in one process; more than 1 after a retry. This is the last of them."""
+    """Number of captures of the step in one process, more than 1 after a retry. This is the last capture."""
     earlier_files: tuple[str, ...] = ()
     """Recordings of earlier captures of the step, relative to its folder."""
     stalls: tuple[EngineStall, ...] = ()
-    """Times in which replicas stalled for their own profilers, by replica; those of one replica are disjoint
+    """Times in which replicas stalled for their own profilers, by replica. Stalls of a replica are disjoint
     and in order."""
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
     """(role, number) of replicas whose number is also that of a rollout replica, or of a replica whose role
@@ -244,11 +242,11 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     uncaptured: tuple[UncapturedStep, ...] = ()
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
     previous_end_ns: int | None = None
-    """End of the step before, captured or not; None if that is unknown."""
+    """End of the step before, captured or not, or None if unknown."""
     regular: frozenset[str] = frozenset()
     """Large stages that come in every n-th step, an evaluation for example: `role/stage` of top spans."""
     metrics: dict[str, float] = {}
-    """Numbers that the trainer logged for the step, under its own names. Empty if it logged none here."""
+    """{name: number} that the trainer logged for the step, under the trainer's names."""
     states: tuple[ProcessState, ...] = ()
     """States of processes when the flight recorder wrote the step because of a hang or a signal. Empty
     otherwise."""
@@ -258,9 +256,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         return span.start_ns - self.window.start_ns if self.processes[span.process].aligned else None
 
     def consumes(self, span: Span) -> bool:
-        """Return whether the span is work for this step: of a trajectory that it consumes, or of no
-        trajectory.
-        """
+        """Return whether the span is work for this step: of a consumed trajectory, or of no trajectory."""
         if self.taken is None or span.trajectory is None:
             return span.step == self.step
         return span.trajectory in self.taken
@@ -279,7 +275,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def doubts(timeline: Timeline, traces: Iterable[FileProblem] = ()) -> tuple[str, ...]:
-    """Return a line for each reason why a step is not complete; none if it is.
+    """Return a line for each reason why a step is not complete.
 
     Args:
         traces: Problems inside its traces, if these were read.

@@ -1,4 +1,4 @@
-"""The pool of processes that read a step's traces: children of this one, or workers where the files lie."""
+"""Pools of processes that read a step's traces: child processes, or workers on machines with the files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NearFiles(Executor):
     def submit_near(self, files: Sequence[Path], fn: Callable[[_P], _R], part: _P) -> Future[_R]:
         """Call a function on a machine that has these files.
 
-        The future raises `NodeLostError` if there is no such machine, or it died.
+        The future raises `NodeLostError` if no machine has them, or if the machine died.
         """
 
     @abstractmethod
@@ -68,7 +68,7 @@ def workers(jobs: int | None, size: int) -> Iterator[Executor | None]:
     """Yield a pool of `jobs` child processes, which end with the block, or None if this process does the
     work.
 
-    The children import the main module of the program, as `multiprocessing` has it, so this is for commands.
+    The children import the program's main module, as `multiprocessing` does. Use this only in commands.
 
     Args:
         jobs: None means one for each idle core, or this process alone if the files are small.
@@ -94,11 +94,11 @@ def workers(jobs: int | None, size: int) -> Iterator[Executor | None]:
 def _begin() -> None:
     """Prepare a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
-    os.dup2(2, 1)  # what a reader prints must not stand among the command's JSON
+    os.dup2(2, 1)  # output of a reader must not mix with the command's JSON
 
 
 def idle_cores() -> int:
-    """Return the number of cores that were idle in the last minute and may be used: 1 to 8."""
+    """Return the number of usable cores that were idle in the last minute, between 1 and 8."""
     usable = len(os.sched_getaffinity(0))
     idle = (os.cpu_count() or 1) - os.getloadavg()[0]
     return max(1, min(usable, round(idle), _MOST))
@@ -112,7 +112,8 @@ def results(
     If a child process dies, this process handles the remaining parts. Close the generator if you stop early.
 
     Args:
-        files: The files of each part. The largest part begins first, so that it is not alone at the end.
+        files: The files of each part. The largest part begins first, so that no other process waits for it
+            at the end.
     """
     sizes = [sum(size_of(path, executor) for path in paths) for paths in files]
     futures = dict[int, Future[_R] | None]()
@@ -148,6 +149,6 @@ def _result(future: Future[_R] | None, here: Callable[[], _R]) -> _R | Lost:
             return future.result()
     except NodeLostError as error:
         return Lost(str(error))
-    except (BrokenExecutor, MemoryError):  # here no other part is read at the same time
+    except (BrokenExecutor, MemoryError):  # try again here, where no other part is in memory
         pass
     return here()

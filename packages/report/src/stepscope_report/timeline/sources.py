@@ -1,7 +1,7 @@
 """The files of each process in a step's folder: its part of the manifest, its spans, its counters.
 
-Files of spans and counters have one JSON object a line. Killed processes and full disks damage them: what
-can be read is used.
+Files of spans and counters have one JSON object per line. Killed processes and full disks leave damaged
+files. All lines that can be read are used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RecordFile(msgspec.Struct):
 
     path: Path
     problems: dict[str, int | None] = {}
-    """Unusable parts, with the number of lines (None for the whole file)."""
+    """{problem: number of lines, or None for the whole file}."""
 
     def note(self, problem: str, lines: int | None = 1) -> None:
         """Count lines that have a problem."""
@@ -107,8 +107,8 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
 
 
 def _skim_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:
-    """Return the header and the last record of a span file without the records between. If one of the two is
-    missing, return the whole file, as `read_spans` does.
+    """Return a span file with only its header and its last record, or the whole file if one of the two is
+    missing.
     """
     file = SpanFile(path)
     with suppress(OSError, ValueError, RecursionError), open_file(path) as stream:
@@ -119,8 +119,8 @@ def _skim_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Spa
 
 
 def _leave_out_far(file: SpanFile, opened: ClockAnchor, closed: ClockAnchor | None) -> None:
-    """Leave out and count finished spans that end more than an hour from the capture, or begin more than an
-    hour before their parent. A program may give any times to `span.add`.
+    """Leave out finished spans that end more than an hour from the capture, or begin more than an hour before
+    their parent, and count them. A program may pass any times to `span.add`.
     """
     end_ns = _written_ns(file, opened) if closed is None else closed.mono_ns
     window = opened.mono_ns, end_ns
@@ -145,9 +145,7 @@ def _is_far(span: span_lines.Open, file: SpanFile, window: tuple[int, int]) -> b
 
 
 def _written_ns(file: SpanFile, opened: ClockAnchor) -> int:
-    """Return the latest monotonic time at which the file can have been written, for a process that was
-    killed.
-    """
+    """Return the monotonic time of the last write to a file, for a process that was killed."""
     try:
         return opened.mono_ns + max(0, file.path.stat().st_mtime_ns - opened.wall_ns)
     except OSError:
@@ -255,7 +253,7 @@ class Source(NamedTuple):
     file: SpanFile | None
     counters: CounterFile | None = None
     capture: int = 1
-    """Number of this capture among those of the step in this process."""
+    """Number of this capture among the captures of the step in this process."""
 
     @property
     def process(self) -> ProcessInfo:
@@ -276,7 +274,7 @@ def read_sources(
     """Return all processes of every run that left files, and the problems of their files.
 
     Args:
-        spans: Whether the spans of files with an end are read.
+        spans: False to read only the header and the end of complete span files.
     """
     read = read_spans if spans else _skim_spans
     parts, unreadable = part_files(layout, as_written=True)
@@ -322,13 +320,13 @@ def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFi
 
 
 def _closed(part: ProcessPart, whole: Set[str]) -> ProcessPart:
-    """Return a process' part without the things that wait for the closing of its capture, because its span
-    file shows that the capture was closed.
+    """Return a process' part in which no item waits for the closing of the capture, because the span file
+    shows that the capture was closed.
 
     A full disk may have prevented the last update of the part.
 
     Args:
-        whole: Kinds of things whose files have their ends.
+        whole: Kinds of items whose files are complete.
     """
     expected = (
         item if item.pending != "closing" else _whole(item) if item.kind in whole else _unknown(item)

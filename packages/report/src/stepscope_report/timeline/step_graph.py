@@ -1,7 +1,7 @@
 """Order of a step's spans over all processes: which call waited for which, as far as the recording tells.
 
-Each span is a node. It has one caller, which waits for it: the span above it, the span that made its request,
-or the call of the owner in which it lies. Other nodes belong to the root of their process.
+Each span is a node, and has one caller, which waits for the node. The caller is the parent span, the span
+that made the request, or the owner's call that was running. Other nodes belong to the root of their process.
 
 One file above 500 lines: the nodes, their callers and what each waited for are one graph.
 """
@@ -23,33 +23,34 @@ from stepscope_report.timeline.step.tree import cut_cycles, requests
 NOBODY = -1
 """The caller of roots, and of spans that nothing in this step waits for."""
 CLOSE_NS = 10_000_000
-"""Longest gap in ns between a call and what follows from it; or a twentieth of the call, if that is
-longer."""
+"""Longest gap in ns between a call and what follows from it, or a twentieth of the call if longer."""
 _TOGETHER_NS = 2_000_000
-"""Longest time in ns between the ends of calls that end together; or a fiftieth of the time from the first
-begin to the last end, if that is longer."""
+"""Longest time in ns between the ends of calls that end together, or a fiftieth of the time from the first
+begin to the last end if longer."""
 
 
 def is_close(gap_ns: int, call_ns: int) -> bool:
-    """Return whether a gap after, or before, a call is short enough for one to follow from the other."""
+    """Return whether a gap beside a call is so short that the events on both sides are cause and effect."""
     return gap_ns <= max(CLOSE_NS, call_ns // 20)
 
 
 class Cluster(NamedTuple):
-    """Calls without a recorded caller that overlap. Right before and after them, no other such call runs."""
+    """Overlapping calls without a recorded caller. Right before and after them, no such call runs."""
 
     start_ns: int
     end_ns: int
     last: int
     """The node that ended last."""
     joined: bool
-    """True if something waited for the cluster's end: the next call is close to it; or all of its calls are
-    of one stage, and such calls fill half of the time of the call in which they lie."""
+    """True if something waited for the cluster's end: the next call is close to the end, or all calls of the
+    cluster have one stage, and such calls fill half of the call in which they lie."""
     members: tuple[int, ...]
 
 
 class StepGraph(NamedTuple):
-    """Nodes are indices of `Timeline.spans`. After them comes a root for each process."""
+    """The calls of a step and their order. Nodes are indices of `Timeline.spans`, then a root for each
+    process.
+    """
 
     timeline: Timeline
     start_ns: list[int]
@@ -82,7 +83,7 @@ class StepGraph(NamedTuple):
 
     @property
     def owners(self) -> list[int]:
-        """Return the roots of the processes that opened the step, each for itself; at least the first one."""
+        """Return the roots of the processes that opened a capture of the step, at least the first process."""
         return [
             len(self.spans) + number
             for number, process in enumerate(self.timeline.processes)
@@ -168,7 +169,7 @@ class _Builder:
             if not aligned and parent is not None:
                 self._unknown.add(parent)
             if not aligned or timeline.leaves(span) or not self._clip(node, parent):
-                self._start[node] = self._end[node]  # it counts for nothing
+                self._start[node] = self._end[node]  # gets no time
             elif parent is None:
                 tops.append(node)
             else:
@@ -192,7 +193,7 @@ class _Builder:
         return self._counts(node)
 
     def _inferred(self, tops: Sequence[int]) -> None:
-        """Place the spans without a recorded caller: in a call of the owner, or else in their own process."""
+        """Give spans without a recorded caller to a call of the owner, or to their own process' root."""
         timeline = self._timeline
         own: dict[int, list[int]] = defaultdict(list)
         workers = []
@@ -301,7 +302,7 @@ class _Builder:
         return calls + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
 
     def _main_thread(self, nodes: Sequence[int]) -> int | None:
-        """Return a process' first thread, unless another one was busy for more than twice as long."""
+        """Return a process' first thread, or another thread that was busy for more than twice as long."""
         by_thread: dict[int, list[int]] = defaultdict(list)
         for node in nodes:
             by_thread[self._spans[node].thread].append(node)
@@ -325,8 +326,9 @@ class _Builder:
         return left
 
     def _waits(self, nodes: Sequence[int]) -> list[int]:
-        """Return the waits of the main thread among these calls and those below them, if no call is below the
-        wait, by end.
+        """Return the main thread's waits among these calls and the calls below them, sorted by end.
+
+        Waits with a call below them are left out.
         """
         thread = self._main_thread(nodes)
         process = self._spans[nodes[0]].process if nodes else None
@@ -342,7 +344,7 @@ class _Builder:
         return sorted(waits, key=self._end.__getitem__)
 
     def _begin_at(self, top: int, start_ns: int) -> None:
-        """Cut off the time of a call, and of the calls below it, before a moment."""
+        """Let a call, and the calls below it, begin at `start_ns` at the earliest."""
         left = [top]
         while left:
             node = left.pop()
@@ -353,7 +355,7 @@ class _Builder:
                 if self._end[kid] > start_ns:
                     kids.append(kid)
                     continue
-                self._start[kid], self._caller[kid] = self._end[kid], NOBODY  # it counts for nothing
+                self._start[kid], self._caller[kid] = self._end[kid], NOBODY  # gets no time
                 for lower in self._kids.pop(kid, ()):
                     self._caller[lower] = node
                     below.append(lower)
@@ -407,9 +409,9 @@ class _Builder:
     def _meetings(self) -> Iterator[tuple[int, ...]]:
         """Yield the calls that end together in all processes that run their stage, and begin apart.
 
-        Such calls end in a collective. Collectives on record are told apart by group and number. Of other
-        calls, only stages whose calls all do so count, and only calls without calls below them. Requests of a
-        rollout end together when they are aborted, so they do not count. Neither do calls without an end.
+        Such calls end in a collective. Collectives on record are identified by group and number. Other calls
+        count only if they have no calls below them and if all calls of their stage end together. Requests of
+        a rollout do not count, because aborted requests end together. Calls without an end do not count.
         """
         calls: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         collectives: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
@@ -467,9 +469,9 @@ class _Builder:
         """Return whether the calls of a stage wait for each other: none ends before the last has begun, and
         they end together.
 
-        On a busy host, or with work after the collective, each call ends when its process gets there. It is
-        then enough if the ends lie close together compared with the begins, in those turns whose begins were
-        further apart than the ends usually are.
+        On a busy host, or with work after the collective, calls end at slightly different times. Then it is
+        enough if the ends are closer together than a tenth of the begins, over all turns whose begins are far
+        enough apart to tell.
         """
         usual_ns = median_low(turn.spread_ns for turn in turns)
         telling = [turn for turn in turns if turn.is_apart and turn.apart_ns >= 4 * usual_ns]
@@ -488,7 +490,7 @@ class _Turn(NamedTuple):
     whole_ns: int
     """Time from the first begin to the last end."""
     overlaps: bool
-    """True if none ends before the last has begun."""
+    """True if no call ends before the last call has begun."""
 
     @property
     def ends_together(self) -> bool:
@@ -524,13 +526,13 @@ class _Running:
 
 
 def _end_ns(process: Process, window_ns: int) -> int:
-    """Return the end of a process' root: the end of the step, or an owner's own closing if that is later."""
+    """Return the end of a process' root: the end of the step, or the owner's own closing if later."""
     closed_ns = process.closed_ns if process.owner and process.aligned else None
     return max(closed_ns or 0, window_ns)
 
 
 def _collective_of(span: Span) -> tuple[object, ...] | None:
-    """Return the role, name, group and number of the collective that a span is, or None if it is none."""
+    """Return (role, name, group, number) if the span is a collective, else None."""
     attrs = span.attrs or {}
     return (span.role, span.stage, attrs.get(GROUP), attrs[SEQUENCE]) if SEQUENCE in attrs else None
 
@@ -547,7 +549,7 @@ def _overlaps(busy: Sequence[Pair], start_ns: int, end_ns: int) -> bool:
 
 
 def depths(callers: Sequence[int]) -> list[int]:
-    """Return how many nodes stand above each node: 0 if its caller is `NOBODY`. There are no cycles."""
+    """Return how many nodes are above each node: 0 if its caller is `NOBODY`. There must be no cycles."""
     known = [-1] * len(callers)
     for node in range(len(callers)):
         path = []
