@@ -1,1 +1,1 @@
-"""Flight recorder: spans of the last steps in memory, written as steps when a trigger asks for them."""
+"""The flight recorder: spans of the last steps in memory, which are written as steps upon a trigger."""

@@ -1,8 +1,8 @@
-"""Collectives of torch.distributed that have not completed here, and the number of those that have begun.
+"""Collectives of torch.distributed in this process: pending calls, and the number of calls in each group.
 
-They come from torch's own flight recorders, which are on if TORCH_FR_BUFFER_SIZE (formerly
-TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has one; in newer versions of torch, gloo has one too. Without
-them, the numbers come from the process groups, and the open collectives from their spans.
+Both are read from torch's own flight recorders, which are on if TORCH_FR_BUFFER_SIZE (formerly
+TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has a flight recorder, and gloo in newer versions of torch.
+Without them, the numbers are read from the process groups, and pending calls from spans.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from stepscope.files.spans import GROUP, SEQUENCE
 from stepscope.files.states import Collectives, PendingCollective, ProcessGroup
 
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of `torch._C._distributed_c10d` that dump the recorders of NCCL and of other backends."""
+"""Functions of `torch._C._distributed_c10d` that dump the flight recorders of NCCL and of other backends."""
 _COMPLETED = "completed"
 
 
 class _Entry(msgspec.Struct):
-    """One call in torch's flight recorder, as `FlightRecorder.hpp` writes it."""
+    """One call in a dump of torch's flight recorder (`FlightRecorder.hpp`)."""
 
     process_group: tuple[str, str]
     profiling_name: str
@@ -46,7 +46,7 @@ class _Group(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """The parts of a flight recorder's dump that are used."""
+    """A dump of torch's flight recorder, without fields that are not used."""
 
     entries: list[_Entry] = []
     pg_config: dict[str, _Group] = {}
@@ -54,13 +54,14 @@ class Dump(msgspec.Struct):
 
 
 def collectives_here(spans: Sequence[Span]) -> Collectives | None:
-    """Return the process groups and open collectives of this process; None without any.
+    """Return the process groups and pending collectives of this process, or None if it does not use
+    torch.distributed.
 
     Args:
-        spans: Those of collectives that have not ended.
+        spans: Spans of collectives that have not ended.
 
     Raises:
-        Exception: torch's recorder has another format.
+        Exception: torch's flight recorder has another format.
     """
     torch: Any = sys.modules.get("torch.distributed")
     if torch is None or not torch.is_available() or not torch.is_initialized():
@@ -73,15 +74,16 @@ def collectives_here(spans: Sequence[Span]) -> Collectives | None:
 
 
 def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span]) -> Collectives:
-    """Return the numbers of calls that the process groups count themselves. A group does not know how many of
-    its calls have completed."""
+    """Return the result without flight recorders: process groups count their calls, and `spans` are the
+    pending calls.
+    """
     names: dict[Any, str] = dict(getattr(torch.distributed_c10d._world, "pg_names", {}))
     words = {
         str(name): _described(getattr(group, "group_desc", ""), str(name)) for group, name in names.items()
     }
     groups = []
     for group, name in names.items():
-        with suppress(RuntimeError):  # gloo of older versions, before the first call
+        with suppress(RuntimeError):  # older versions of gloo, before the first call
             begun = group._get_sequence_number_for_group()
             own = ProcessGroup(
                 name=str(name), description=words[str(name)], ranks=ranks[str(name)], entered=begun
@@ -107,15 +109,15 @@ def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span
 
 
 def parsed(text: str | bytes) -> Dump:
-    """Return a dump, read from JSON. torch writes some numbers as text."""
+    """Decode a dump from JSON. torch writes some numbers as text."""
     return msgspec.json.decode(text, type=Dump, strict=False)
 
 
 def joined(dumps: list[Dump], rank: int, ranks: dict[str, tuple[int, ...]]) -> Collectives | None:
-    """Join the dumps of one process.
+    """Combine the dumps of one process.
 
     Args:
-        ranks: {process group: its global ranks}, for groups whose ranks are not in the dumps.
+        ranks: {process group: its global ranks}, for groups whose ranks are not in a dump.
     """
     groups = tuple(group for dump in dumps for group in _groups(dump, ranks))
     pending = [call for dump in dumps for call in _pending(dump)]
@@ -165,7 +167,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _ranks_of_groups(torch: Any) -> dict[str, tuple[int, ...]]:
-    """Read the ranks of all groups from torch's Python side: gloo's recorder does not know them."""
+    """Return {process group: its global ranks} from torch's Python code, because gloo's flight recorder lacks
+    them.
+    """
     world = getattr(torch.distributed_c10d, "_world", None)
     names = dict(getattr(world, "pg_names", {}))
     ranks = dict(getattr(world, "pg_group_ranks", {}))

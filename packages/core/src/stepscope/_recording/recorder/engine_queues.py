@@ -1,4 +1,6 @@
-"""Queues of the engines of this process: their counters, sampled between captures too."""
+"""The engines of this process, for the flight recorder: their counters, also between captures, and their
+latest passes.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,30 @@ from stepscope.files.passes import PassFile
 from stepscope.files.states import EngineState
 
 SAMPLE_S = 2.0
-"""Time between two samples: a server spends 10 ms on one."""
+"""Time between two samples, because a server needs 10 ms for one."""
 _ENGINE = "replica "
 _PROGRESS = (FINISHED, GENERATION_TOKENS, PROMPT_TOKENS)
-"""Counters whose totals grow while an engine works."""
+"""Counters that grow while an engine makes progress."""
 
 
 class EngineQueues:
-    """Engines that the recorder's sampler asks for their counters."""
+    """The engines that the flight recorder samples."""
 
     def __init__(self, sampler: Sampler, config: ProfileConfig) -> None:
         self._sampler = sampler
         self._config = config
         self._known: set[str] = set()
         self._keepers: list[Callable[[], EngineProfilerBase | None]] = []
-        """Each returns a profiler whose engine may keep its passes, or None once the engine is gone."""
+        """Functions that return the profiler of an engine that can keep its passes, or None once the engine
+        is deleted."""
         self._unasked: list[Callable[[], EngineProfilerBase | None]] = []
-        """The part of `_keepers` whose engines have not been asked to keep their passes."""
+        """Functions of `_keepers` whose engines have not been asked yet to keep their passes."""
         self._asking: threading.Thread | None = None
-        """The thread that asks engines to keep their passes, or that asked last. None before the first."""
+        """The latest thread that asks engines to keep their passes, or None."""
 
     def add(self, profiler: EngineProfiler) -> None:
-        """Sample an engine from now on, in its own process if that is another one. Has no effect for a
-        replica that is already sampled.
+        """Sample an engine from now on; an engine in another process is sampled there. A replica is added
+        only once.
         """
         name = f"{_ENGINE}{profiler.replica or 0}"
         if name not in self._known:
@@ -56,14 +59,14 @@ class EngineQueues:
                     self._unasked.append(keeper)
 
     def watch(self) -> None:
-        """Also sample engines that `instrument` entries find from now on, and those driven by another
-        process.
+        """From now on, also add engines that `instrument` entries find, and engines that other processes
+        drive.
         """
         self._sampler.add("engines", lambda: [_Finder(self, self._config)])
 
     def keep_passes(self) -> None:
-        """Ask each engine to keep its latest passes, on a thread of its own: an engine that hangs does not
-        answer.
+        """Ask each engine to keep its latest passes. This is done on a separate thread, because an engine
+        that hangs does not answer.
         """
         if not self._unasked or (self._asking is not None and self._asking.is_alive()):
             return
@@ -84,8 +87,8 @@ class EngineQueues:
             self._unasked.remove(keeper)
 
     def passes(self, start_ns: int) -> Iterator[tuple[int, list[PassFile] | str]]:
-        """Yield the number of each replica, and its passes since `start_ns` (unix ns) or the reason why they
-        are lost. May block.
+        """Yield (number of a replica, its passes since `start_ns` in unix ns, or the reason why there are
+        none). May block.
         """
         for keeper in self._keepers:
             profiler = keeper()
@@ -102,7 +105,7 @@ def _sources(profiler: EngineProfiler) -> Iterable[CounterSource]:
 
 
 class _Slower(CounterSource):
-    """A source that is sampled less often than the sampler ticks."""
+    """A counter that is sampled every `SAMPLE_S` instead of at each tick."""
 
     interval_s = SAMPLE_S
 
@@ -118,7 +121,7 @@ class _Slower(CounterSource):
 
 
 class _Finder(CounterSource):
-    """A source without counters, which looks for engines of this process on the sampler's thread."""
+    """A counter without values, which looks for engines of this process on the sampling thread."""
 
     name = "engines"
     unit = ""
@@ -128,7 +131,7 @@ class _Finder(CounterSource):
         self._queues = queues
         self._config = config
         self._seen: set[int | str] = set()
-        """Ids of engine objects, and URLs of servers, that were already added."""
+        """Ids of engines, and URLs of servers, that have been added."""
 
     def sample(self) -> Mapping[str, float]:
         for adapter, engine, replica in registered():
@@ -155,7 +158,7 @@ class _Finder(CounterSource):
 
 
 def engine_states(sampler: Sampler | None, now_ns: int) -> Iterator[EngineState]:
-    """Yield the states of the engines that a sampler samples, at `now_ns` (CLOCK_MONOTONIC)."""
+    """Yield the state of each sampled engine at `now_ns` (CLOCK_MONOTONIC)."""
     if sampler is None:
         return
     series = [item for item in tuple(sampler.series) if item.of.startswith(_ENGINE)]
@@ -168,7 +171,7 @@ def engine_states(sampler: Sampler | None, now_ns: int) -> Iterator[EngineState]
 
 
 def _state(name: str, numbers: Mapping[str, int], ticks: Sequence[Tick], now_ns: int) -> EngineState:
-    """Return the state of an engine from the ticks with values of it, the latest tick first."""
+    """Return the state of an engine from the ticks that have values of this engine, the latest tick first."""
 
     def value(tick: Tick, counter: str) -> float | None:
         number = numbers.get(counter)

@@ -1,8 +1,9 @@
-"""NCCL's RAS: in every process that uses NCCL, a thread that knows what all ranks of the job have launched.
+"""Queries of NCCL's RAS service, which knows the collectives that each rank of the job has launched.
 
-Each thread can answer for the whole job. It listens on a port of its host and reads requests as lines of
-text. It answers `OK` or an error; to `STATUS` it sends one document and closes the connection. NCCL from
-2.28.7 on and RCCL can send JSON. An older NCCL refuses `SET FORMAT JSON`, and the query ends there.
+Every process that uses NCCL has a RAS thread, which can answer for the whole job. It listens on a port of its
+host and reads requests as lines of text. It answers `OK` or an error; to `STATUS` it sends one document and
+closes the connection. NCCL since 2.28.7 and RCCL can send JSON. An older NCCL refuses `SET FORMAT JSON`, and
+the query fails.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from stepscope.errors import ours
 from stepscope.files.states import Communicator, CommunicatorRank
 
 _ADDRESS = "localhost:28028"
-"""The address of RAS if NCCL_RAS_ADDR is not set."""
+"""Default address of RAS, if NCCL_RAS_ADDR is not set."""
 ANSWER_S = 1.4
-"""Longest wait for an answer. RAS waits for 1 s for ranks to which its connection is lost, and for 5 s and
-more for ranks that stand still; `why` answers within 2 s."""
+"""Longest wait for an answer, because `stepscope why` answers within 2 s. RAS itself waits 1 s for ranks with
+a lost connection, and 5 s or more for ranks that hang."""
 _TRY_S = 0.4
-"""Longest wait for a greeting. The ranks of a host may share the port, and one of them may stand still."""
+"""Longest wait for a greeting. The ranks of a host share the port, and the rank that accepts the connection
+may hang; the next attempt may reach another rank."""
 _PAIRS = frozenset({"Send", "Recv", "SendRecv", "PutSignal", "Signal", "WaitSignal"})
-"""Operations between two ranks. The ranks of one communicator launch different numbers of them."""
+"""Operations between two ranks. They are not counted, because ranks of a communicator launch different
+numbers of them."""
 _MOST = 64
-"""Largest number of communicators, and of ranks of each, that are kept."""
+"""Largest number of communicators that are returned, and of ranks of each."""
 _NO_COMMA = re.compile(r'("nvml_dev": -?\d+)(?=\s*")')
-"""The place, in the JSON of each missing rank, at which NCCL 2.28 leaves out a comma."""
+"""Matches the place in a missing rank's JSON at which NCCL 2.28 omits a comma."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -70,8 +73,8 @@ class _Status(msgspec.Struct):
 
 
 def may_know() -> bool:
-    """Return whether this process should ask: it is the first or the last rank of torch.distributed, and
-    uses NCCL or has an address of RAS. Two ranks ask, because the first may be the one that is gone.
+    """Return whether this process should query RAS: it is the first or the last rank of torch.distributed,
+    and uses NCCL or has NCCL_RAS_ADDR. Two ranks ask, because the first rank may have died.
     """
     torch: Any = sys.modules.get("torch.distributed")
     if torch is None or not torch.is_available() or not torch.is_initialized():
@@ -81,17 +84,19 @@ def may_know() -> bool:
 
 
 def communicators() -> tuple[Communicator, ...]:
-    """Return the communicators of the job in which a rank is missing or has launched fewer collectives than
-    the others.
+    """Return the communicators of the job in which a rank is missing, or has launched fewer collectives than
+    others.
 
     Raises:
-        Exception: RAS does not answer within `ANSWER_S`, or in another form.
+        Exception: RAS does not answer within `ANSWER_S`, or its answer has another format.
     """
     return odd_communicators(_ask(time.monotonic() + ANSWER_S))
 
 
 def odd_communicators(text: str) -> tuple[Communicator, ...]:
-    """Return the communicators that differ, from RAS's answer in JSON, to which RCCL adds a title."""
+    """Return the communicators whose ranks differ, from RAS's JSON answer, before which RCCL writes a
+    title.
+    """
     document = text[text.index("{") : text.rindex("}") + 1]
     status = msgspec.json.decode(_NO_COMMA.sub(r"\1,", document), type=_Status)
     found = (_odd(communicator) for communicator in status.communicators)
@@ -99,7 +104,7 @@ def odd_communicators(text: str) -> tuple[Communicator, ...]:
 
 
 def addresses() -> tuple[str, ...]:
-    """Return the IP addresses of this host, by which RAS names it, except those of the loopback."""
+    """Return the IP addresses of this host, by which RAS identifies it, without loopback addresses."""
     return tuple(
         dict.fromkeys(address for address in (*_ipv4(), *_ipv6()) if address[:4] not in ("127.", "::1"))
     )
@@ -125,11 +130,11 @@ def _ipv6() -> Iterator[str]:
 
 
 def _ask(until: float) -> str:
-    """Return RAS's answer.
+    """Query RAS and return its answer.
 
     Raises:
-        OSError: It does not answer until then.
-        ValueError: It answers something else.
+        OSError: RAS does not answer before `until`.
+        ValueError: RAS refuses a request.
     """
     host, _, port = os.environ.get("NCCL_RAS_ADDR", _ADDRESS).rpartition(":")
     address = host.strip("[]"), int(port)
@@ -153,10 +158,10 @@ def _ask(until: float) -> str:
 
 
 def _left(until: float) -> float:
-    """Return the seconds that are left until a deadline.
+    """Return the seconds until a deadline.
 
     Raises:
-        TimeoutError: None is left.
+        TimeoutError: the deadline has passed.
     """
     left = until - time.monotonic()
     if left <= 0:
@@ -172,9 +177,7 @@ def _request(connection: socket.socket, lines: Any, request: bytes, expected: by
 
 
 def _odd(communicator: _Communicator) -> Communicator | None:
-    """Return a communicator that lists only the ranks that differ from the others, or None if no rank
-    does.
-    """
+    """Return the communicator with only the ranks that differ from the others, or None if no rank differs."""
     counts = {rank.rank: rank.collectives() for rank in communicator.ranks}
     usual = _usual(counts)
     ranks = [_missing(rank) for rank in communicator.missing_ranks]
@@ -195,8 +198,8 @@ def _odd(communicator: _Communicator) -> Communicator | None:
 
 
 def _usual(counts: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
-    """Return the counts of the ranks that have launched the most collectives, as most of these ranks have
-    them.
+    """Return {collective: count} of the ranks that have launched the most collectives. If these ranks differ,
+    the most frequent counts are returned.
     """
     most = max((sum(own.values()) for own in counts.values()), default=0)
     first = Counter(tuple(own.items()) for own in counts.values() if sum(own.values()) == most)

@@ -1,4 +1,6 @@
-"""Flight recorder of this process: it keeps spans between captures, and writes them upon a trigger."""
+"""The flight recorder of this process, which keeps the spans of the last steps and writes them upon a
+trigger.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +53,17 @@ if TYPE_CHECKING:
 
 
 MOST = 1000
-"""Largest number of calls that Ray is asked for."""
+"""Largest number of calls in a query of Ray."""
 _TIMEOUT_S = 2
 _ACTOR = slice(16, None)
-"""Part of a task's id that is the id of its actor (Ray's `id.h`)."""
+"""The part of a task's id that is the id of its actor (Ray's `id.h`)."""
 _NO_ACTOR = "f" * 24
-"""First digits of the actor's id in a task that runs in no actor: the driver's, or a plain task."""
+"""First digits of the actor id of a task that does not run in an actor: the driver's task, or a plain
+task."""
 
 
 def known_here(workers: bool) -> bool:
-    """Return whether this process may ask Ray for the calls of all actors: a driver, or an actor that has
+    """Return whether this process should query Ray for the calls of all actors: it is the driver, or has
     workers.
     """
     ray = identity.connected()
@@ -73,7 +76,7 @@ def open_calls() -> tuple[RayCall, ...]:
     """Return the calls of this job's actors that have not returned, the oldest first.
 
     Raises:
-        Exception: Ray has no dashboard, or it does not answer.
+        Exception: Ray has no dashboard, or the dashboard does not answer.
     """
     context = sys.modules["ray"].get_runtime_context()
     state: Any = import_module("ray.util.state")
@@ -114,29 +117,29 @@ _IN_MEMORY = (
 )
 _LOOK_S = 0.2
 _RAY_S = 1.0
-"""Longest wait for Ray's answer, and for the import of more of Ray."""
+"""Longest wait for Ray's answer, including the import of Ray's state API."""
 _ORDER_S = 2.0
-"""Longest time that a terminated worker waits for an order: both sides look twice a second."""
+"""Longest time that a terminated worker waits for an order. Both sides poll twice a second."""
 _DYING_S = 1.5
-"""Longest wait for the workers' parts in a process that is terminated, because Ray then ends its workers
-too."""
+"""Longest wait for the workers' parts in a process that is terminated. It is short, because Ray ends the
+workers too."""
 _WORKERS_S = 5.0
-"""Longest wait for the workers' parts of the manifest, beyond the time between their looks."""
+"""Longest wait for the workers' parts of the manifest, beyond their polling interval."""
 
 
 class Recorder:
-    """Keeps the spans of this process' last steps.
+    """The flight recorder of this process.
 
-    A process that bounds steps (`begin_step`) decides what is written, and tells all others by an order,
-    which is a file in the run's folder. A worker, which bounds no steps, writes its spans of the times in the
-    order.
+    The process that runs the training loop calls `begin_step` and `end_step`, and decides which steps are
+    written. It tells the other processes by an order, a file in the run's folder. A worker does not know the
+    steps, so it writes its spans within the times in the order.
     """
 
     calls_attrs = False
 
     def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool) -> None:
         """Args:
-        owner: Whether this process bounds steps.
+        owner: True for the process that runs the training loop.
         """
         self.config = config
         self.process = process
@@ -149,47 +152,48 @@ class Recorder:
             redact=config.redact,
         )
         self.sampler: Sampler | None = None
-        """The sampler of the counters between captures."""
+        """The sampler of counters, or None if counters are off."""
         self.engines: EngineQueues | None = None
         if config.counters.hz:
             self.sampler = Sampler(openers(self.log, str(self.layout.root.absolute()), owner=owner))
             self.engines = EngineQueues(self.sampler, config)
             self.engines.watch()
         self.workers: dict[str, str] = {}
-        """{`ProcessInfo.key`: name} of the workers that record too."""
+        """{`ProcessInfo.key`: name} of the workers in which a flight recorder was started."""
         self.is_told_of = False
-        """True if workers and engines have been asked to record as well."""
+        """True once the flight recorder of workers and engines is being started."""
         self.clocks: list[ClockOffset] = []
-        """Measured offsets of the wall clocks of workers on other hosts against this process' clock."""
+        """Measured clock offsets of workers on other hosts."""
         self.measure: Callable[[], Iterable[ClockOffset]] | None = None
-        """Function that measures `clocks` again, for workers that answer at once. None before the first."""
+        """Function that measures `clocks` again for workers that answer soon, or None before the first
+        measurement."""
         self.steps = Steps(config.recorder.keep_steps)
         self.tokens = StepTokens()
         self._fired: Counter[str] = Counter()
-        """Number of writes that each trigger has caused."""
+        """{trigger: number of its writes}."""
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
-        self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
+        self._taking = threading.RLock()  # reentrant, because a signal handler may call fire()
         self._has_obeyed = False
-        """True once an order came after `ask_for_order` began."""
+        """True once an order has arrived since `ask_for_order` began."""
         self.is_hurried = False
-        """True if the process is ending, so that it does not wait for the workers' files."""
+        """True if the process is ending, so that it must not wait long for other processes."""
 
     def sample(self) -> None:
         """Start sampling counters."""
         if self.sampler is not None:
             try:
                 self.sampler.start(COUNTERS_HZ)
-            except ours(RuntimeError) as error:  # the system has no thread for it
+            except ours(RuntimeError) as error:  # no more threads
                 failures.note("sampling counters for the flight recorder", error)
 
     def stop(self) -> None:
-        """Stop sampling. Release the spans and the writing thread once everything is written."""
+        """Stop sampling. The spans and the thread are released once everything is written."""
         if self.sampler is not None:
             self.sampler.end()
         self._work.put(self.log.close)
         self._work.end()
 
-    # What the recorded code calls, besides `log.new` and `log.begin`.
+    # Methods that the recorded code calls, besides `log.new` and `log.begin`.
 
     @property
     def step(self) -> int | None:
@@ -200,7 +204,7 @@ class Recorder:
         mark_consumed(self.log, trajectory, begun, policy_version)
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
-        """See `ActiveSession`. Between two steps, the tokens are not counted."""
+        """See `ActiveSession`. Tokens between two steps are not counted."""
         mark(self.log, STEP_TOKENS, dict(counts))
         if self.steps.running is not None:
             self.tokens.add(counts)
@@ -210,18 +214,18 @@ class Recorder:
         self.tokens.add(counts)
 
     def advance(self) -> None:
-        """See `ActiveSession`. Does nothing, because no profiler runs."""
+        """See `ActiveSession`. Do nothing, because no profiler is running."""
 
-    # What the loop calls.
+    # Methods that the training loop calls.
 
     def begin_step(self, number: int) -> RecordedStep:
-        """Begin a step of the loop that is not captured."""
+        """Begin a step that is not captured."""
         collective_calls.watch(self.config.collectives)
         self.log.begin_step(number)
         return self.steps.begin(number, self.log.last_id)
 
     def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
-        """End the step. Return the trigger that it fired, or None."""
+        """End a step. Return the trigger that has fired, or None."""
         self.steps.end(step, ending)
         step.tokens = self.tokens.take()
         if self.process.rank in (None, 0):
@@ -239,10 +243,10 @@ class Recorder:
         error: str | None,
         top_ns: Mapping[tuple[str, str], int],
     ) -> None:
-        """Add the line of a step that was captured.
+        """Write the line of a captured step.
 
         Args:
-            top_ns: Times of the step's top spans, by role and stage.
+            top_ns: {(role, stage): duration of the top-level spans in ns}.
         """
         tokens = self.tokens.take()
         if self.process.rank in (None, 0) and self.config.names_folder:
@@ -258,8 +262,8 @@ class Recorder:
             self._work.put(partial(steps.append, self.layout.step_lines(self.run_id), line))
 
     def fire(self, trigger: str, reason: str) -> str | None:
-        """Write the last steps in the background if the trigger may still write. Return the trigger if so,
-        else None.
+        """If the trigger is on and has not reached its limit, write the last steps in the background and
+        return the trigger. Else return None.
         """
         with self._taking:
             settings = self.config.recorder
@@ -278,8 +282,8 @@ class Recorder:
         return trigger
 
     def write_last(self, number: int) -> list[int]:
-        """Write the last `number` ended steps in the background. Return the numbers of those not written
-        before.
+        """Write the last `number` ended steps in the background. Return the numbers of the steps that were
+        not written before.
         """
         taken = self._take(self.steps.last(number, ended=True))
         if taken:
@@ -287,7 +291,7 @@ class Recorder:
         return [step.number for step in taken]
 
     def _take(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-        """Mark the steps that are not written yet as taken, and return them: the caller writes them."""
+        """Mark steps as written, and return those that were not. The caller must write the returned steps."""
         with self._taking:
             taken = [step for step in steps if not step.is_written]
             for step in taken:
@@ -310,21 +314,20 @@ class Recorder:
         self._work.put(partial(self._give_and_obey, order, windows))
 
     def obey(self, order: Order) -> None:
-        """Write the steps of another process' order in the background."""
+        """Write the steps of an order of another process in the background."""
         self._work.put(partial(self._obey, order))
         self._has_obeyed = True
 
     def serve(self, order: Order) -> None:
-        """Order all processes to write the last steps, upon the request of a worker that is being
-        terminated.
-        """
+        """Order all processes to write the last steps, as requested by a worker that is being terminated."""
         if self.steps.running is not None:
             self.fire(order.trigger, order.reason)
 
     def ask_for_order(self, reason: str) -> None:
-        """Ask the process that bounds steps for an order to write the last steps, and wait for that order.
+        """Ask the process that runs the training loop for an order to write the last steps, and wait for this
+        order.
 
-        A worker calls this when it is terminated in the middle of a call, because it knows no steps.
+        A worker calls this if it is terminated during a call, because it does not know the steps.
         """
         if "signal" not in self.config.recorder.triggers or not self.config.names_folder:
             return
@@ -337,7 +340,7 @@ class Recorder:
             made_ns=time.time_ns(),
             steps=(),
         )
-        self._has_obeyed = False  # first: the answer may come at once
+        self._has_obeyed = False  # first, because the answer may come at once
         try:
             write_atomic(self.layout.order(self.run_id, os.urandom(4).hex()), msgspec.json.encode(order))
         except ours(OSError) as error:
@@ -364,8 +367,7 @@ class Recorder:
         )
 
     def write_state(self, order_id: str) -> None:
-        """Write the current state of this process. Runs on the calling thread, because another thread may
-        hang.
+        """Write the current state of this process, on the calling thread.
 
         Raises:
             OSError: The file cannot be written.
@@ -378,27 +380,27 @@ class Recorder:
             found = communicators_in_time() if asks_nccl else ()
             left_s = min(_RAY_S, until - time.monotonic())
             calls = in_time("asking Ray for calls", open_calls, left_s) if asks_ray and left_s > 0 else None
-            if path.exists():  # somebody still waits for it
+            if path.exists():  # else `stepscope why` no longer waits for it
                 full = msgspec.structs.replace(state, ray_calls=calls or (), communicators=found)
                 write_atomic(path, msgspec.json.encode(full))
 
     def later(self, work: Callable[[], None]) -> None:
-        """Queue work for the background thread, after everything that was triggered before."""
+        """Queue work for the recorder's thread, after everything that was triggered before."""
         self._work.put(work)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is written. Return False if it is not written after `timeout_s`."""
+        """Wait until everything is written, or for `timeout_s`. Return whether everything is written."""
         self.is_hurried = True
         return not self._work.drain(timeout_s)
 
-    # On the recorder's thread.
+    # Methods that run on the recorder's thread.
 
     def _write_line(self, step: RecordedStep, oldest_ns: int) -> None:
-        """Write the line of a step if the run's folder was named. Drop the spans that began before
-        `oldest_ns`, the start of the oldest step kept at its end.
+        """Write the line of a step, if `save_path` is set. Drop spans that ended before `oldest_ns`, the
+        start of the oldest step that was kept when the step ended.
 
-        The oldest step kept by now may have begun later, but an order that waits in the queue may still need
-        older spans.
+        The steps that are kept now are not used here, because an order in the queue may still need the spans
+        of older steps.
         """
         stages = self._stages_of(step)
         if self.config.names_folder:
@@ -407,7 +409,7 @@ class Recorder:
         self.log.drop_before(oldest_ns)
 
     def _stages_of(self, step: RecordedStep) -> dict[str, float]:
-        """Return {`role/stage`: seconds} of an ended step. They are summed once."""
+        """Return {`role/stage`: seconds} of an ended step, which are computed once."""
         if step.stages is None:
             step.stages = steps.stages_of(step, self.log.since(step.after))
         return step.stages
@@ -427,7 +429,7 @@ class Recorder:
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in written:
-            # Ranks that record by themselves write each their part: the first one logs the step.
+            # Each rank that runs the training loop writes its part, and only the first rank logs the step.
             if self.process.rank is not None and not create_once(step.layout.logged(self.run_id)):
                 continue
             failures.tell(
@@ -449,7 +451,7 @@ class Recorder:
         self.writer(order.run_id, order).write(windows, owner=True, began=self.workers)
 
     def writer(self, run_id: str, order: Order | None = None) -> StepWriter:
-        """Return a writer of the steps of an order, or of a step of `run_id` that another process
+        """Return a writer for the steps of `order`, or for a step of the run that another process
         captures.
         """
         return StepWriter(self.log, self.sampler, self.config, run_id, order, self.state, self.engines)
@@ -458,7 +460,7 @@ class Recorder:
         """Write the manifests, and write them again when the workers' parts have arrived.
 
         Args:
-            hurried_s: Longest wait for the workers' parts if this process is ending.
+            hurried_s: Longest wait if this process is ending.
         """
         began = time.monotonic()
         until = began + 2 * self.config.control.poll_seconds + _WORKERS_S

@@ -1,4 +1,4 @@
-"""The spans of the last steps of this process: a ring in memory."""
+"""A ring buffer with the spans of the last steps of this process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
 
 SPAN_BYTES = 400
-"""Memory of a span without attributes, including its numbers and its place in the ring, rounded up."""
+"""Memory of one span without attributes, rounded up."""
 _TRIES = 10
-"""Number of attempts to copy a busy ring: an attempt fails if a span opens meanwhile."""
+"""Largest number of attempts to copy the ring. An attempt fails if a span opens meanwhile."""
 
 
 class Copied(NamedTuple):
     """The spans of a ring, copied at one moment."""
 
     spans: list[Span]
-    """The spans in the order of opening, which is nearly the order of their starts."""
+    """The spans in the order of opening, which is almost the order of their starts."""
     since_ns: int
-    """Every span that began after this time, up to the moment of the copy, is in `spans`."""
+    """All spans that began after this time are in `spans`."""
 
 
 class Ring(SpanMaker):
-    """The latest spans of this process, as live objects. The oldest are dropped when there are too many."""
+    """The latest spans of this process, as objects. When the ring is full, the oldest span is dropped."""
 
     def __init__(
         self, *, process: ProcessInfo, run_id: str, memory_mb: int, redact: tuple[str, ...] = ()
@@ -37,10 +37,10 @@ class Ring(SpanMaker):
         limit = max(1, (memory_mb << 20) // SPAN_BYTES)
         self._spans: deque[Span] = deque(maxlen=limit)
         self._long: list[Span] = []
-        """Spans that were still running when the spans of their step were dropped. Only the recorder's thread
-        uses this list."""
+        """Spans that were still running when other spans of their step were dropped. Used only by the
+        recorder's thread."""
         self._dropped_ns = 0
-        """Time before which spans were dropped with their steps. One writer: the recorder's thread."""
+        """Spans that ended before this time were dropped. One writer: the recorder's thread."""
         super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
 
     def __len__(self) -> int:
@@ -48,24 +48,24 @@ class Ring(SpanMaker):
 
     @property
     def last_id(self) -> int:
-        """The number of the span that opened last; 0 before the first."""
+        """Number of the span that opened last, or 0."""
         try:
             return self.number(self._spans[-1])
         except IndexError:
             return 0
 
     def number(self, span: Span) -> int:
-        """Return the number of a span in this log's files."""
+        """Return the number of a span in files of this ring."""
         return span.id if span.log is self else self.taken.get(span, 0)
 
     def take(self, running: Iterable[Span]) -> None:
-        """Also keep the spans of a capture that run when it ends."""
+        """Add the spans of a capture that are still running at its end."""
         for span in running:
             self.taken[span] = next(self.ids)
             self._spans.append(span)
         try:
             self._forget_taken(self._spans[0].start_ns)
-        except IndexError:  # the recorder's thread has dropped them all meanwhile
+        except IndexError:  # the recorder's thread has emptied the ring
             pass
 
     def _forget_taken(self, before_ns: int) -> None:
@@ -73,28 +73,28 @@ class Ring(SpanMaker):
             self.taken.pop(span, None)
 
     def begin_step(self, step: int) -> None:
-        """Make carriers and trace contexts name this step from now on."""
+        """Set the step for carriers and trace contexts."""
         self.step = step
         self.trace = SpanIds(self.run_id, step, self.process.key)
 
     def copy(self) -> Copied:
-        """Return the spans in the ring at this moment.
+        """Return a copy of the ring.
 
         Raises:
-            RuntimeError: spans opened during every attempt.
+            RuntimeError: a span opened during every attempt.
         """
         for _ in range(_TRIES):
             dropped_ns = self._dropped_ns
             try:
                 spans = list(self._spans)
-            except ours(RuntimeError):  # the collector ran, and a span opened meanwhile
+            except ours(RuntimeError):  # the deque changed during the copy
                 continue
             first_ns = spans[0].start_ns if len(spans) == self._spans.maxlen else 0
             return Copied([*self._long, *spans], max(dropped_ns, first_ns))
         raise RuntimeError("spans opened faster than the flight recorder could copy them")
 
     def since(self, span_id: int) -> list[Span]:
-        """Return the spans that opened after the one with this number, the last first."""
+        """Return the spans that opened after the span with the number `span_id`, the last first."""
         for _ in range(_TRIES):
             try:
                 return list(islice(reversed(self._spans), max(0, self.last_id - span_id)))
@@ -106,7 +106,7 @@ class Ring(SpanMaker):
         return [span for span in self.copy().spans if span.end_ns is None]
 
     def drop_before(self, start_ns: int) -> None:
-        """Drop the spans that ended before `start_ns`. Spans that began later, or still run, stay."""
+        """Drop spans that ended before `start_ns`, and keep the others."""
         self._long = [span for span in self._long if not _ended_before(span, start_ns)]
         self._dropped_ns = max(self._dropped_ns, start_ns)
         try:

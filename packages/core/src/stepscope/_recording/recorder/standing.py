@@ -1,4 +1,4 @@
-"""The flight recorder of this process, if it has one, and the thread that watches for orders."""
+"""The flight recorder of this process, and the thread that polls for orders."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.reading import read_record
 
 LONGEST_S = 0.5
-"""Longest time between two looks for orders. A look is one `stat`. `stepscope why` waits for the next look.
-"""
+"""Longest time between two checks for orders. A check is one `stat`. `stepscope why` waits for the next
+check."""
 
 
 class Watch:
-    """The watching thread of one recorder."""
+    """The thread that checks for orders and hangs, for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._folder = recorder.layout.orders
         self._seen: int | None = None
-        """Modification time of the folder at the last look."""
+        """Modification time of the folder at the last check."""
         self._read: set[str] = set()
-        """Names of orders that were obeyed, or that are older than this process."""
+        """File names of orders that were read, or that are older than this process."""
         self._progress: tuple[int, int] = (0, 0)
-        """Number of the last span, and that of the running step (-1 for none), at the last look."""
+        """(number of the last span, number of the running step or -1) at the last check."""
         self._still_since = time.monotonic()
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()
@@ -49,7 +49,7 @@ class Watch:
         pause_s = min(LONGEST_S, self._recorder.config.control.poll_seconds)
         while not self._stop.wait(pause_s):
             try:
-                if self._recorder is slot.active:  # a worker may begin with torch.distributed at any time
+                if self._recorder is slot.active:  # a worker may initialise torch.distributed at any time
                     collective_calls.watch(self._recorder.config.collectives)
                 self._look_for_orders()
                 self._look_for_hang()
@@ -57,8 +57,8 @@ class Watch:
                 failures.note("watching for orders of the flight recorder", error)
 
     def _old_orders(self) -> Iterator[str]:
-        """Yield the orders that are older than this process. All other orders are new, even if the clock
-        jumps.
+        """Yield the file names of orders that are older than this thread. Later, orders are recognised by
+        name, so that a jump of the clock has no effect.
         """
         before_s = time.time() - 1
         for path in self._folder.glob("[!.]*.json"):
@@ -108,21 +108,21 @@ class Watch:
 _standing: Recorder | None = None
 """The flight recorder of this process, or None. Writers: `start`, `stop`, and `_forget` in a forked child."""
 _watch: Watch | None = None
-"""The recorder's watching thread, or None. Writers as for `_standing`."""
-_starting = threading.RLock()  # a signal's handler may open a capture in the middle of a start
-"""Lock of `start`: of threads that open captures at the same moment, one makes the recorder."""
+"""The thread of `_standing`, or None. The writers are the same."""
+_starting = threading.RLock()  # reentrant, because a signal handler may call start()
+"""Lock of `start`, so that threads that open captures at the same time make only one recorder."""
 
 
 def standing() -> Recorder | None:
-    """Return this process' recorder, or None while it is off."""
+    """Return this process' recorder, or None if it was not started."""
     return _standing
 
 
 def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool = False) -> Recorder:
-    """Start this process' recorder, or return the running one for the same folder and run.
+    """Start this process' recorder, or return the running recorder if it is for the same folder and run.
 
     Args:
-        owner: Whether this process bounds steps.
+        owner: True for the process that runs the training loop.
     """
     global _standing, _watch
     with _starting:
@@ -140,7 +140,7 @@ def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bo
 
 
 def stop() -> None:
-    """Stop the recorder. Everything that was triggered is still written."""
+    """Stop the recorder. Steps that were triggered are still written."""
     global _standing, _watch
     activation.keep(None)
     if _watch is not None:
@@ -151,7 +151,9 @@ def stop() -> None:
 
 
 def _end(ending: Ending, deadline_s: float) -> None:
-    """Write the steps that a signal triggers, and wait until everything that was triggered is written."""
+    """After SIGTERM, trigger a write of the last steps. Wait until everything that was triggered is
+    written.
+    """
     recorder = _standing
     if recorder is None:
         return
@@ -162,13 +164,13 @@ def _end(ending: Ending, deadline_s: float) -> None:
     elif ending.by == "signal":
         recorder.ask_for_order(ending.error)
     recorder.drain(deadline_s)
-    if _watch is not None and ending.by != "signal":  # a process may go on after a signal
+    if _watch is not None and ending.by != "signal":  # a process may continue after a signal
         _watch.stop()
 
 
 def _forget() -> None:
     global _standing, _watch, _starting
-    _standing = _watch = None  # the child has the objects and not the threads
+    _standing = _watch = None  # a forked child does not have the threads
     _starting = threading.RLock()
 
 

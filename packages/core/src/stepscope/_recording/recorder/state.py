@@ -1,7 +1,7 @@
-"""State of this process: its open spans, the stacks of its threads, and the coroutines of its tasks.
+"""The state of this process for `stepscope why`: open spans, stacks of threads, and coroutines of tasks.
 
-The state is made on the thread that watches for orders, while the user's threads run on. If many calls are at
-the same place, the state holds only some of them, because 20,000 trajectories may be in flight.
+The thread that polls for orders makes the state while the user's threads continue. If many calls are at the
+same place, the state contains only some of them, because 20,000 trajectories may be in flight.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
-    """Call `ask` on a separate thread and return its result, or None if it fails or takes longer than
+    """Call `ask` on a separate thread. Return its result, or None if it raises or takes longer than
     `seconds`.
 
     Args:
-        name: A noun phrase for the log. A library without an answer is logged and is no failure.
+        name: Noun phrase for the log. An exception is logged at level DEBUG.
     """
     answers: list[T] = []
 
@@ -55,22 +55,21 @@ def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
     try:
         thread = threading.Thread(target=run, name="stepscope-why", daemon=True)
         thread.start()
-    except ours(RuntimeError):  # no thread can be started
+    except ours(RuntimeError):  # no more threads
         return None
     thread.join(seconds)
     return answers[0] if answers else None
 
 
 def communicators_in_time() -> tuple[Communicator, ...]:
-    """Return the communicators of the job that NCCL's RAS tells of; empty without its answer."""
+    """Return the communicators that NCCL's RAS service reports; empty if it does not answer in time."""
     return in_time("asking NCCL's RAS", nccl_ras.communicators, nccl_ras.ANSWER_S) or ()
 
 
 MOST = 1000
-"""Largest number of innermost spans in a state, and of tasks beyond those of the spans, so that people can
-read the state."""
+"""Largest number of innermost spans in a state, and of tasks without such a span."""
 ALIKE = 50
-"""Largest number of calls at one place in a state, the oldest ones."""
+"""Largest number of calls at one place in a state. The oldest calls are kept."""
 _BLOCKED_S = 0.1
 """An event loop counts as blocked if one callback takes longer than this."""
 _ASK_S = 0.5
@@ -82,14 +81,14 @@ _REST_S = 0.0005
 _BATCH = 20
 """Number of items between two looks at the clock."""
 _NEXT_LOG = 1 << 40
-"""The distance between the numbers of spans of two logs."""
+"""Offset between the numbers of spans of two logs, so that the numbers differ."""
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
-"""Methods of asyncio whose `self` is a loop that runs, or has one."""
+"""(name, file) of asyncio's methods whose `self` is a running loop, or has the attribute `_loop`."""
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
-"""Methods of an event loop that have no Python frame if the loop is written in C, as uvloop is."""
+"""Methods of an event loop. They have no Python frame if the loop is written in C, as uvloop is."""
 
 Group: TypeAlias = "tuple[str, str | None, tuple[int, int] | None]"
-"""Stage, role and place of calls that count as alike. The place is the id of the code, because hashing the
+"""(stage, role, place) of calls that count as alike. The place is the id of the code, because hashing the
 code takes longer, and the line."""
 
 
@@ -106,8 +105,8 @@ def state_of(
     """Return the state of this process now.
 
     Args:
-        logs: The spans of each log that have not ended. Other processes refer to spans of the first log.
-        sampler: The sampler of its counters, or None.
+        logs: The open spans of each log. Other processes refer to spans of the first log.
+        sampler: The sampler of this process' counters, or None.
     """
     began, callbacks = time.monotonic(), _callbacks()
     now_ns = time.monotonic_ns()
@@ -136,26 +135,26 @@ def state_of(
 
 
 class _Calls:
-    """The open spans and the tasks of this process. Some are selected and become records."""
+    """Selection of open spans and tasks of this process for its state."""
 
     def __init__(self, logs: Sequence[list[Span]]) -> None:
         spans = (span for log in logs for span in log if not _is_collective_of_a_call(span))
         self._spans = sorted(spans, key=lambda span: span.start_ns)
         newest_first = (span for log in logs for span in reversed(log))
         self._logs = list(dict.fromkeys(id(span.log) for span in newest_first))
-        """Ids of the logs. Each numbers its spans from 1."""
+        """Ids of the logs, each of which numbers its spans from 1."""
         self._numbers: dict[int, int] = {}
-        """{id of a kept span: its number in the state}."""
+        """{id of a selected span: its number in the state}."""
         self._task_of: dict[int, Any] = {}
         """{id of a span: the first task in it}."""
         self._groups: dict[int, Group] = {}
-        """{id of a span: the group that it belongs to}, for spans of tasks."""
+        """{id of a span with a task: its group}."""
         self._rest: list[Any] = []
-        """Tasks outside of spans, and further tasks in a span that already has one."""
+        """Tasks without a span, and further tasks of a span."""
         self._pause_at = time.monotonic() + _BITE_S
 
     def read(self, now_ns: int) -> tuple[tuple[OpenSpan, ...], tuple[Task, ...]]:
-        """Return the records of spans and tasks."""
+        """Return records of the selected spans and tasks."""
         self._read_tasks()
         leaves, left_out = self._leaves()
         kept = self._with_those_above(leaves)
@@ -176,8 +175,8 @@ class _Calls:
     def _read_tasks(self) -> None:
         """Assign all tasks to their spans.
 
-        No object that the garbage collector tracks is kept for each task, because a collection would scan all
-        of the user's objects, on this thread and with the interpreter's lock.
+        For each task, only objects are stored that the garbage collector does not track, because many tracked
+        objects would cause a collection, which scans all of the user's objects and holds the GIL.
         """
         beside: Counter[Group] = Counter()
         known: dict[Group, Group] = {}
@@ -196,8 +195,8 @@ class _Calls:
                 self._rest.append(task)
 
     def _leaves(self) -> tuple[list[Span], dict[int, int]]:
-        """Return the innermost open spans, at most `ALIKE` of a group and `MOST` in total, and {id of the
-        first span of a group: number of spans of the group that are left out}.
+        """Return the innermost open spans, at most `ALIKE` of each group and `MOST` in total, and {id of the
+        first span of a group: number of its spans that are left out}.
         """
         above, open_ = set[int](), list[Span]()
         for span in self._paced(self._spans):
@@ -215,13 +214,13 @@ class _Calls:
                 ranked.append((counts[group], span))
                 first.setdefault(group, span)
             counts[group] += 1
-        ranked.sort(key=lambda item: item[0])  # the oldest of each place come before the second ones
+        ranked.sort(key=lambda item: item[0])  # first the oldest span of each place, then the second
         kept = [span for _, span in ranked[:MOST]]
         shown = Counter(self._groups.get(id(span)) or (span.stage, span.role, None) for span in kept)
         return kept, {id(span): counts[group] - shown[group] for group, span in first.items()}
 
     def _with_those_above(self, leaves: Sequence[Span]) -> list[Span]:
-        """Return spans with the open spans above them, and assign their numbers."""
+        """Return `leaves` and all open spans above them, and assign numbers to these spans."""
         kept: dict[int, Span] = {}
         for leaf in leaves:
             span: Span | None = leaf
@@ -254,12 +253,14 @@ class _Calls:
 
 
 def _is_collective_of_a_call(span: Span) -> bool:
-    """Return True if a span is a collective below a call, because the stack of the call already shows it."""
+    """Return whether a span is a collective within another span, where the stack already shows the
+    collective.
+    """
     return span.attrs is not None and SEQUENCE in span.attrs and _parent_of(span) is not None
 
 
 def _parent_of(span: Span) -> Span | None:
-    """Return the next open span above in the same log, or None."""
+    """Return the nearest open span above `span` in the same log, or None."""
     scope: Any = span.parent  # a span, if it is in a log: `cast` would be a call for each of 60,000
     while scope is not None and (scope.log is not span.log or scope.end_ns is not None):
         scope = scope.parent
@@ -278,18 +279,18 @@ def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
 
 
 def _ancestors() -> Iterator[int]:
-    """Yield the ids of the parent processes, the nearest first."""
+    """Yield the process ids of the parent, its parent, and so on."""
     pid = os.getppid()
     while pid > 1:
         yield pid
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except ours(OSError, ValueError, IndexError):  # it has ended, or this is no Linux
+        except ours(OSError, ValueError, IndexError):  # it has ended, or the system is not Linux
             return
 
 
 def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
-    """Yield the threads. `before` holds the callbacks that event loops ran a moment ago."""
+    """Yield the threads. `before` has the callbacks that event loops were running `_BLOCKED_S` ago."""
     stacks, now = sys._current_frames(), _callbacks()
     running = _running() if now else {}
     for thread in threading.enumerate():
@@ -311,7 +312,7 @@ def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
 
 
 def _interrupted(stack: FrameType | None) -> FrameType | None:
-    """Return the stack that SIGTERM interrupted if its handler is on this stack; else the stack itself."""
+    """If stepscope's SIGTERM handler is on the stack, return the interrupted stack; else return `stack`."""
     handler = next((frame for frame in _outwards(stack) if frame.f_code is on_sigterm.__code__), None)
     return stack if handler is None else handler.f_back
 
@@ -323,15 +324,17 @@ def _outwards(stack: FrameType | None) -> Iterator[FrameType]:
 
 
 def _users(stack: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames outwards, without those that time collectives."""
+    """Return the frames of a stack, innermost first, without frames of stepscope's wrappers of
+    collectives.
+    """
     return (frame for frame in _outwards(stack) if frame.f_code.co_filename != collective_calls.__file__)
 
 
 def _callbacks() -> dict[int, tuple[FrameType, int]]:
-    """Return {thread: (frame of the callback that its event loop runs, position in it)}.
+    """Return {id of a thread: (frame of the callback that its event loop is running, position in the frame)}.
 
-    Each callback has its own frame. A loop that is written in C has no such frame: then the innermost frame
-    is used, with the position in it.
+    Each callback of asyncio's loop has a new frame. A loop in C has no such frames, so its innermost frame
+    and the position in it are returned.
     """
     found = {}
     for ident, stack in sys._current_frames().items():
@@ -350,15 +353,15 @@ def _callbacks() -> dict[int, tuple[FrameType, int]]:
 
 
 def _running() -> dict[int, int]:
-    """Return {id of a running task: id of the frame of its coroutine}."""
+    """Return {id of a running task: id of its coroutine's frame}."""
     every = tasks.all_tasks(_loops())
     current = (tasks.current_task(loop) for loop in {task.get_loop() for task in every})
     return {id(task): id(getattr(task.get_coro(), "cr_frame", None)) for task in current if task is not None}
 
 
 def _loops() -> list[Any]:
-    """Return the event loops that run in the threads of this process: those of asyncio, and those in C that
-    `asyncio.run` runs.
+    """Return the running event loops of this process: loops of asyncio, and loops in C that `asyncio.run` has
+    started.
     """
     frames = (frame for stack in sys._current_frames().values() for frame in _outwards(stack))
     runs = [

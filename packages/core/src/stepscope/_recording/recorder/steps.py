@@ -1,7 +1,7 @@
-"""Steps of the loop in this process: their bounds, their tokens, and whether one took unusually long.
+"""Steps of the training loop in this process: their times and tokens, and the detection of slow steps.
 
-Each step gets a line in `steps_<run>.jsonl`, a file of bounded size. The uncaptured steps shortly before and
-after a captured one are also written to a separate file, by the exporter's thread.
+Each step gets a line in `steps_<run>.jsonl`, a file of bounded size. Uncaptured steps shortly before and
+after a captured step are also written to a separate file, by the exporter's thread.
 """
 
 from __future__ import annotations
@@ -35,56 +35,58 @@ if TYPE_CHECKING:
     from stepscope._recording.session.session import Session
 
 COMPARED = 50
-"""Number of steps whose median a step is compared with."""
+"""Number of earlier steps that a step is compared with."""
 ENOUGH = 3
-"""Least number of earlier steps of the same kind; with fewer, a step is compared with all steps."""
+"""Smallest number of earlier steps of the same kind. With fewer, a step is compared with steps of all
+kinds."""
 SHORTEST = 10
-"""A step is examined if it is long compared with the shortest tenth, which may be a kind of its own."""
+"""A step is examined if it takes long compared with the shortest tenth (1/10) of steps, which may be another
+kind."""
 FIRST = 10
-"""Number of steps at the beginning that are never called slow, because they warm up."""
+"""Number of steps at the beginning that are never slow, because they warm up."""
 
 
 class RecordedStep:
-    """One step, while it runs and afterwards."""
+    """One uncaptured step, while it runs and afterwards."""
 
     __slots__ = ("after", "closed", "ending", "is_written", "number", "opened", "stages", "tokens")
 
     def __init__(self, number: int, after: int) -> None:
         self.number = number
         self.after = after
-        """The number of the last span before the step."""
+        """Number of the last span that opened before the step."""
         self.opened: ClockAnchor = clock.read_anchor()
         self.closed: ClockAnchor | None = None
         """Clock reading at the step's end, or None while the step runs."""
         self.ending: Ending | None = None
-        """The cause of the step's early end, or None."""
+        """Cause of an early end, or None."""
         self.is_written = False
-        """True if the step's folder is written, or about to be."""
+        """True if the step's folder is written or will be."""
         self.stages: dict[str, float] | None = None
-        """{`role/stage`: seconds}, or None until they are summed."""
+        """{`role/stage`: seconds}, or None until they are computed."""
         self.tokens: dict[str, int] = {}
-        """Tokens counted in the step by `step_tokens`."""
+        """Tokens of the step, as counted by `step_tokens`."""
 
     @property
     def dur_ns(self) -> int:
-        """Duration of the step, up to now while it runs."""
+        """Duration of the step; while it runs, until now."""
         closed = clock.read_anchor() if self.closed is None else self.closed
         return closed.mono_ns - self.opened.mono_ns
 
 
 class Steps:
-    """The last steps of the loop that were not captured."""
+    """The last uncaptured steps of this process."""
 
     def __init__(self, keep: int) -> None:
         self._kept: deque[RecordedStep] = deque(maxlen=keep)
         self._before: deque[RecordedStep] = deque(maxlen=COMPARED)
         self._long: deque[RecordedStep] = deque(maxlen=COMPARED)
-        """Steps that were longer than usual, of which some were called slow."""
+        """Steps that took longer than usual, some of which were reported as slow."""
         self._seen = 0
 
     @property
     def running(self) -> RecordedStep | None:
-        """The step that has begun and not ended, or None."""
+        """The running step, or None."""
         last = self._kept[-1] if self._kept else None
         return last if last is not None and last.closed is None else None
 
@@ -94,7 +96,7 @@ class Steps:
         return self._kept[0].opened.mono_ns if self._kept else 0
 
     def begin(self, number: int, after: int) -> RecordedStep:
-        """Begin a step. `after` is the number of the last span before it."""
+        """Begin a step. `after` is the number of the last span that opened before."""
         step = RecordedStep(number, after)
         self._kept.append(step)
         return step
@@ -105,15 +107,16 @@ class Steps:
     def slowness(
         self, step: RecordedStep, factor: float, stages_of: Callable[[RecordedStep], Stages]
     ) -> str | None:
-        """Compare an ended step with earlier steps of its kind, and add it to these.
+        """Compare an ended step with earlier steps of its kind, and add it to the steps for later
+        comparisons.
 
-        A step is not called slow if an earlier long step of its kind took as long.
+        A step is not slow if an earlier long step of its kind took as long.
 
         Args:
-            stages_of: Sums the stages of a step. Called only for a step that is longer than others.
+            stages_of: Computes the stages of a step. Called only if the step takes longer than others.
 
         Returns:
-            The reason why the step is slow, or None if it is not.
+            The reason why the step is slow, or None.
         """
         before, self._seen, took_ns = list(self._before), self._seen + 1, step.dur_ns
         self._before.append(step)
@@ -147,7 +150,7 @@ class Steps:
 
 
 class StepTokens:
-    """Tokens of the running step, as counted by `step_tokens` in this process. Any thread may add."""
+    """Tokens of the running step, as counted by `step_tokens` in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: deque[Mapping[str, int]] = deque()
@@ -156,7 +159,7 @@ class StepTokens:
         self._counts.append(counts)
 
     def take(self) -> dict[str, int]:
-        """Return the sums, and start again from zero."""
+        """Return the sums, and reset them."""
         sums: Counter[str] = Counter()
         while self._counts:
             sums.update(self._counts.popleft())
@@ -164,19 +167,18 @@ class StepTokens:
 
 
 MOST_BYTES = 4 << 20
-"""Size in bytes beyond which the older half of the file is removed: some 20,000 steps remain."""
+"""Size in bytes above which the older half of the file is removed. About 20,000 steps remain."""
 
 
 def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
-    """Return {`role/stage`: seconds} of an ended step.
+    """Return {`role/stage`: seconds} of the top-level spans of an ended step.
 
     Args:
-        spans: The spans that opened in the step, and perhaps others.
+        spans: The spans that opened in the step, and perhaps other spans.
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     took: dict[tuple[str, str], int] = defaultdict(int)
-    """{(role, stage): ns}, with the names as the user gave them: turning each into text would double the
-    work."""
+    """{(role, stage): ns}. Names are not converted to text, which would double the time."""
     for span in spans:
         above = span.parent
         if (above is not None and above.log is not None) or not first_ns <= span.start_ns <= last_ns:
@@ -187,13 +189,13 @@ def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
         role = span.role or scopes.role_at(above) or span.log.process.role
         try:
             took[role, span.stage] += end_ns - span.start_ns
-        except TypeError:  # a list, say
+        except TypeError:  # not hashable, such as a list
             took[str(role), str(span.stage)] += end_ns - span.start_ns
     return seconds_of(took)
 
 
 def seconds_of(took_ns: Mapping[tuple[str, str], int]) -> dict[str, float]:
-    """Return {`role/stage`: seconds} from times by role and stage."""
+    """Return {`role/stage`: seconds} from {(role, stage): ns}."""
     stages: dict[str, int] = defaultdict(int)
     for (role, stage), ns in took_ns.items():
         if stage != STEP_TOKENS:
@@ -220,8 +222,8 @@ def line_of(step: RecordedStep, stages: dict[str, float], sampler: Sampler | Non
 
 
 def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the longest stages and the sum of the others, because names may hold ids and the file is
-    bounded.
+    """Return the longest stages, and the sum of the others as one stage, because names may contain ids and
+    lines must be short.
     """
     if len(stages) <= MOST_NAMES:
         return stages
@@ -231,13 +233,13 @@ def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:
-    """Return the means of counters, except totals, over the step. Empty for a step between two samples."""
+    """Return {counter: mean over the step}, without totals. Empty if there was no sample in the step."""
     means = sampler.means(first_ns, last_ns)
     return {f"{series.name} {series.of}".strip(): mean for series, mean in means.items()}
 
 
 def append(path: Path, line: StepLine) -> None:
-    """Append a line to the file. A disk error is recorded and not raised."""
+    """Append the line of a step to a file. A disk error is recorded and not raised."""
     try:
         if append_lines(path, [line]) > MOST_BYTES:
             _halve(path)
@@ -251,30 +253,30 @@ def _halve(path: Path) -> None:
 
 
 KEPT = 32
-"""Number of steps that are kept before a captured one, and after it."""
+"""Number of steps before a captured step, and after it, that are written to `uncaptured/`."""
 _WRITE_AT = (4, 16, KEPT)
-"""Numbers of steps after a capture at which uncaptured steps are written, so that few steps write and a
-killed process loses few."""
+"""Numbers of steps after a capture at which uncaptured steps are written: few writes, and few lost steps if
+the process is killed."""
 
 _loops: dict[tuple[str, str], _Loop] = {}
-"""{(folder, role): loop}: a process may hold several loops."""
+"""{(folder, role): loop}, because a process may have several training loops."""
 
 
 Began: TypeAlias = tuple[int, int]
-"""An uncaptured step under way: its start (monotonic ns), and the number of captures before it."""
+"""A running uncaptured step: (start in monotonic ns, number of captures before)."""
 
 
 class _Loop:
-    """The steps of one training loop."""
+    """The uncaptured steps of one training loop."""
 
     def __init__(self) -> None:
         self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
-        """Steps that are not written to a file yet."""
+        """Steps that are not written yet."""
         self._begun = False
         """True if a step of the loop has ended, captured or not."""
         self._file: Path | None = None
         self._since = KEPT
-        """Number of steps after the last capture; counted up to `KEPT`."""
+        """Number of steps since the last capture, at most `KEPT`."""
 
     def add(self, step: int, dur_ns: int) -> None:
         first, start_ns, warm_up = self._since == 0, time.time_ns() - dur_ns, not self._begun
@@ -292,7 +294,7 @@ class _Loop:
         self._write()
 
     def flush(self) -> None:
-        """Write the records of the steps after the last capture."""
+        """Write the steps after the last capture."""
         if self._since < KEPT:
             self._write()
 
@@ -303,15 +305,14 @@ class _Loop:
 
 
 def begin() -> Began | None:
-    """Begin an uncaptured step. Return None if it overlaps a captured one, or if recording is switched
-    off."""
+    """Begin an uncaptured step. Return None during a capture, or if stepscope is off."""
     if switch.DISABLED or slot.session() is not None:
         return None
     return time.monotonic_ns(), activation.activations
 
 
 def end(began: Began, *, step: int, save_path: str, role: str) -> None:
-    """End an uncaptured step. It is discarded if it overlapped a capture."""
+    """End an uncaptured step. If a capture overlapped the step, the step is discarded."""
     began_ns, captures = began
     dur_ns = time.monotonic_ns() - began_ns
     if captures == activation.activations:
@@ -322,7 +323,7 @@ def end(began: Began, *, step: int, save_path: str, role: str) -> None:
 
 
 def captured(session: Session) -> None:
-    """Note the end of a captured step. If every rank captures for itself, rank 0 keeps the uncaptured
+    """Record the end of a captured step. If each rank opens its own captures, only rank 0 keeps uncaptured
     steps.
     """
     process, save_path = session.process, session.config.save_path
@@ -332,7 +333,7 @@ def captured(session: Session) -> None:
 
 
 def flush() -> None:
-    """Write the records left in memory, before the exporter is drained for the last time."""
+    """Queue the write of the remaining steps, before the exporter is drained at exit."""
     for loop in _loops.values():
         loop.flush()
 

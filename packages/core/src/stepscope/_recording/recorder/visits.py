@@ -1,8 +1,9 @@
-"""Work for a step that another process captures: in a child of a process pool, or in a tool server.
+"""Spans of this process for a step that another process captures: in a child of a process pool, or in a tool
+server.
 
-The capture knows its workers, and this process is none of them. Its flight recorder keeps all spans. Those
-below an attached carrier of the step are written into the step's folder, as the part of one more process.
-The part is written again when more of them have ended, at most every `_PAUSE_S`.
+This process is not a worker of the capture. Its flight recorder keeps all spans. Spans below an attached
+carrier of the step are written into the step's folder, as the part of another process. The part is written
+again when further such spans have ended, at most every `_PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ _PAUSE_S = 0.2
 """Shortest time between two writes of one part."""
 _LOOK_S = 0.02
 _EXIT_S = 5.0
-"""Longest wait for the last write when a child of `multiprocessing` ends."""
+"""Longest wait for the last write at the end of a child of `multiprocessing`."""
 _MOST = 64
-"""Number of steps that are remembered: late work for an older step is not written."""
+"""Number of steps in `_visits`. Late spans of older steps are not written."""
 ROLE = "worker"
-"""Role of a process that records only because a carrier is attached in it."""
+"""Role of a process that records only because a carrier was attached."""
 
 _visits: dict[tuple[str, int], StepVisit | None] = {}
-"""{(run, step): this process' work for it}; None for steps whose capture holds this process, and for steps
-that are not captured. Writers: `visit`, and `_forget` in a forked child."""
-_lock = threading.RLock()  # a signal's handler may attach a carrier too
+"""{(run, step): visit, or None if the step is not captured or this process is part of its capture}. Writers:
+`visit`, and `_forget` in a forked child."""
+_lock = threading.RLock()  # reentrant, because a signal handler may attach a carrier
 
 
 class StepVisit:
-    """The work of this process for one captured step."""
+    """The spans of this process for one step that another process captures."""
 
     def __init__(self, recorder: Recorder, run_id: str, step: int) -> None:
         self._recorder = recorder
         self._run_id = run_id
         self._step = step
         self._opened = clock.read_anchor()
-        caller = _span_of(scopes.current.get())  # of the method whose body attaches the carrier
+        caller = _span_of(scopes.current.get())  # the method that attaches the carrier
         self._after = recorder.log.last_id if caller is None else caller.id - 1
-        """Number of the last span before this work."""
+        """Number of the last span before the visit."""
         if caller is not None:
             self._opened = _earlier(self._opened, caller.start_ns)
         self._is_queued = False
@@ -69,17 +70,17 @@ class StepVisit:
             self._recorder.later(self._write)
 
     def _write(self) -> None:
-        """Write the part of the step, on the recorder's thread."""
+        """Write this process' part of the step. Runs on the recorder's thread."""
         until = self._written_at + _PAUSE_S
         while time.monotonic() < until and not self._recorder.is_hurried:
             time.sleep(_LOOK_S)
-        self._is_queued = False  # first: what ends from now on is written by the next call
+        self._is_queued = False  # first, so that spans that end from now on cause a new write
         window = Window(self._step, self._opened, clock.read_anchor())
         self._recorder.writer(self._run_id).write_visit(window, self._includes)
         self._written_at = time.monotonic()
 
     def _includes(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans of this step's work, of all spans that the recorder keeps."""
+        """Return the spans of this visit among all spans of the recorder."""
         number = self._recorder.log.number
         return [span for span in spans if number(span) > self._after and self._is_below(span)]
 
@@ -96,11 +97,11 @@ class StepVisit:
 
 
 def visit(config: ProfileConfig, caller: str, run_id: str, step: int) -> StepVisit | None:
-    """Return the work of this process for a step; see `slot.Visitor`. The flight recorder is started for it
-    if need be.
+    """Return the visit of this process for a step, or None; see `slot.Visitor`. The flight recorder is
+    started if needed.
 
     Args:
-        config: Configuration of this process. Without a named `save_path`, nothing is recorded.
+        config: Configuration of this process. If `save_path` is not set, nothing is recorded.
     """
     key = run_id, step
     with _lock:
@@ -128,26 +129,28 @@ def _recorder(config: ProfileConfig, run_id: str) -> Recorder | None:
 
 
 def _is_captured(layout: StepLayout, caller: str, run_id: str) -> bool:
-    """Return whether the process that made the carrier captures the step, and this process does not."""
+    """Return whether the process that made the carrier takes part in a capture of the step, and this process
+    does not.
+    """
     own = f"{gethostname()}_pid{os.getpid()}"
     return layout.has_part_of(caller, run_id) and not layout.has_part_of(own, run_id)
 
 
 def _span_of(scope: Scope | None) -> Span | None:
-    """Return the span of the method whose body attaches the carrier that is `scope`, or None."""
+    """Return the span of the method that attached the carrier `scope`, or None."""
     above = None if scope is None else scope.parent
     return above if isinstance(above, Span) and above.caller is not None else None
 
 
 def _earlier(anchor: ClockAnchor, mono_ns: int) -> ClockAnchor:
-    """Return the anchor as a reading at `mono_ns`, which is earlier, would have been."""
+    """Return the reading that `anchor` would have been at `mono_ns`, an earlier time."""
     wall_ns = anchor.wall_ns - anchor.mono_ns + mono_ns
     return msgspec.structs.replace(anchor, wall_ns=wall_ns, mono_ns=mono_ns, raw_ns=None)
 
 
 def _write_at_the_end_of_a_child(recorder: Recorder) -> None:
-    """Wait for all writes when a child of `multiprocessing` ends, because such a child calls no `atexit`
-    function.
+    """Register a wait for all writes at the end of a child of `multiprocessing`, which does not call `atexit`
+    functions.
     """
     if identity.is_child():
         sys.modules["multiprocessing.util"].Finalize(None, recorder.drain, (_EXIT_S,), exitpriority=1)
