@@ -390,13 +390,14 @@ def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
         return f"caller of {request}"
 
     log.note(1, 2, "decode", {"a": 1}, [1], running=1, waiting=0)
-    passes.write_apart(log.copy(dp=1), tmp_path, "x_dp1", caller_of)
+    folder = tmp_path / "not made yet"
+    passes.write_apart(log.copy(dp=1), folder, "x_dp1", caller_of)
     threading.Timer(0.2, begun.set).start()
-    assert passes.take(tmp_path, "y_*") == []
+    assert passes.take(folder, "y_*") == []
     assert not begun.is_set()
-    (taken,) = passes.take(tmp_path, "x_*")
+    (taken,) = passes.take(folder, "x_*")
     assert (taken.dp, taken.requests.caller_id) == (1, ["caller of a"])
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_pass_points_to_what_it_launched_first_also_where_it_was_launched_ahead(tmp_path: Path) -> None:

@@ -484,6 +484,7 @@ def write_apart(
         finally:
             coming.unlink(missing_ok=True)
 
+    folder.mkdir(parents=True, exist_ok=True)  # vLLM makes it for its first trace
     coming.touch()
     threading.Thread(target=make, name="stepscope-passes-file").start()
 
