@@ -110,6 +110,11 @@ def slow_judge(case: Case) -> None:
         case.folder.process("reward", rank).span("score", 0, (100 + 300 * (rank == 0)) * MS)
 
 
+def slow_loader(case: Case) -> None:
+    for rank, actor in enumerate(case.actors):
+        actor.span("load_batch", 952 * MS, (998 if rank == 2 else 962) * MS)
+
+
 def slow_replica(case: Case) -> None:
     case.replica.span("decode", 0, 400 * MS)
     for rank in (1, 2):
@@ -141,6 +146,7 @@ def met(case: Case) -> None:
         ("profiler-cost", [dear, engine_recorded], "fewer iterations of an engine", "torch.schedule"),
         ("memory-nearly-full", [fragmented], "PYTORCH_CUDA_ALLOC_CONF", "NPU"),
         ("straggler", [slow_rank], "balance the batch by tokens", "requests"),
+        ("straggler", [slow_loader], "data loader prefetch", "tokens"),
         ("straggler", [slow_replica], "balance requests", "tokens"),
         ("straggler", [slow_judge], "spread its calls", "balance"),
         ("collectives", [unhidden("actor")], "gradient reduction", "replica"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,10 @@ from stepscope_report.formatting import count, duration
 from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.spans import GENERATES, ROLLOUT
 
+_LOADS_DATA = re.compile(
+    r"^(load|fetch|next)$|^(load|fetch|read|next|get)_\w*(data|batch|sample)|data_?load", re.IGNORECASE
+)
+"""Names of stages that fetch training data."""
 _STRAGGLERS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-host", "uneven-batch"})
 
 
@@ -40,18 +45,22 @@ def straggler(evidence: Evidence) -> Advice | None:
         if cause.stage is None
         else f"{name} {more} than the others in {role} {cause.stage}",
         because=tuple(because),
-        do=(
-            f"see what {name} did before, such as fetching data; a span around that names it here"
-            if cause.stage is None
-            else "balance requests by length and load, not in turn"
-            if role in GENERATES
-            else "spread its calls over the others; if it is always that process, look at its host"
-            if role in ROLLOUT
-            else "balance the batch by tokens, not by samples; if it is always that rank, look at its host"
-        ),
+        do=_remedy(name, role, cause.stage),
         saves_ns=cause.ns,
         settings=_changes(role, evidence),
     )
+
+
+def _remedy(name: str, role: str, stage: str | None) -> str:
+    if stage is None:
+        return f"see what {name} did before, such as fetching data; a span around that names it here"
+    if role in GENERATES:
+        return "balance requests by length and load, not in turn"
+    if role in ROLLOUT:
+        return "spread its calls over the others; if it is always that process, look at its host"
+    if _LOADS_DATA.search(stage):
+        return "let its data loader prefetch in more workers; if it is always that rank, look at its storage"
+    return "balance the batch by tokens, not by samples; if it is always that rank, look at its host"
 
 
 def _changes(role: str, evidence: Evidence) -> tuple[SettingChange, ...]:
