@@ -205,6 +205,28 @@ def test_two_runs_with_one_role_in_one_folder_are_not_mixed_up() -> None:
     assert all(loads not in waits[state.process.key] for state in states[2:])
 
 
+@pytest.mark.parametrize("launchers", [(100, 200), (100, 100)])
+def test_two_jobs_of_one_run_are_told_apart_by_the_processes_that_started_them(
+    launchers: tuple[int, int],
+) -> None:
+    """The first job's rank 5 loads; the second job's rank 5 is in the collective, and nobody waits for it."""
+    states: list[ProcessState] = []
+    for launcher, late in zip(launchers, (5, 6), strict=True):
+        for rank, place in enumerate((4, late)):
+            state = waiting(place, None)
+            process = msgspec.structs.replace(state.process, rank=rank, world_size=2, pid=len(states) + 1)
+            states.append(msgspec.structs.replace(state, process=process, ancestors=(launcher, 1)))
+    answer = why(states)
+    loads = states[1].process.key
+    assert answer.calls[answer.culprits[0]].process == loads
+    waits = {call.process: [answer.calls[at].process for at in call.waits_for] for call in answer.calls}
+    missing = {call.process: call.missing for call in answer.calls}
+    is_known = launchers[0] != launchers[1]
+    assert waits[states[0].process.key] == ([loads] if is_known else [])
+    assert missing[states[0].process.key] == ((1,) if is_known else ())
+    assert not any(waits[state.process.key] or missing[state.process.key] for state in states[2:])
+
+
 def test_torch_reads_the_same_ranks_from_its_own_dump(run: Path) -> None:
     """The recorder of NCCL also knows the ranks of each group, which gloo's leaves out."""
     details, states = {}, []

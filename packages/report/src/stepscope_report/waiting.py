@@ -403,18 +403,22 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
     """The largest number of these collectives that another rank has begun, or None if unknown."""
 
 
-_Group: TypeAlias = tuple[str, str, "int | None", str, tuple[int, ...]]
-"""Run, role and replica of a group's processes, its name, and its ranks."""
+Job: TypeAlias = tuple[str, str, "int | None", str]
+"""Run, role and replica of processes, and the process that started them, or empty if no two of them have the
+same rank."""
+_Group: TypeAlias = tuple[Job, str, tuple[int, ...]]
+"""Job of a group's processes, its name, and its ranks."""
 
 
 class Entered:
     """The collectives that the ranks of each role have entered, by torch's own counts.
 
-    Peers have the same run, role and replica: a run may have several jobs of torch.distributed, whose groups
-    have the same names. Where two processes have one rank of a group, nothing is known of that group.
+    A run may have several jobs of torch.distributed, whose groups have the same names. Where two processes
+    have one rank of a group, nothing is known of that group.
     """
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
+        self._jobs = jobs_of(states)
         self._last: dict[_Group, dict[int, int]] = defaultdict(dict)
         """{group: {rank: number of the last collective that it entered}}."""
         self._mixed: set[_Group] = set()
@@ -423,7 +427,7 @@ class Entered:
         for state in states:
             known = state.collectives
             for group in () if known is None else known.groups:
-                key, rank = _group(state, group), rank_of(state) or 0
+                key, rank = self._group(state, group), rank_of(state) or 0
                 if rank in self._last[key]:
                     self._mixed.add(key)
                 self._last[key][rank] = group.entered
@@ -435,7 +439,7 @@ class Entered:
         known = state.collectives
         found = []
         for group in () if known is None else known.groups:
-            key = _group(state, group)
+            key = self._group(state, group)
             most = max(self._last[key].values())
             if most > group.entered and key not in self._mixed:
                 begun = max(0, group.entered)
@@ -457,7 +461,7 @@ class Entered:
             sender = call.op.partition("<-")[2]
             known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
             return call, (group.ranks[int(sender)],) if known else ()
-        key = _group(state, group)
+        key = self._group(state, group)
         if key in self._mixed:
             return call, ()
         at = key, call.number
@@ -466,9 +470,40 @@ class Entered:
             self._missing[at] = tuple(rank for rank in group.ranks if last.get(rank, -1) < call.number)
         return call, self._missing[at]
 
+    def _group(self, state: ProcessState, group: ProcessGroup) -> _Group:
+        return self._jobs[state.process.key], group.name, group.ranks
 
-def _group(state: ProcessState, group: ProcessGroup) -> _Group:
-    return state.run_id, state.process.role, state.process.replica, group.name, group.ranks
+
+def jobs_of(states: Sequence[ProcessState]) -> dict[str, Job]:
+    """Return {process: its job}: processes of one run, role and replica, each with a rank of its own.
+
+    If two of them have the same rank, these are several jobs, and the processes of each are those that one
+    process started, as far as they are all ranks. Of the others, only run, role and replica are known.
+    """
+    alike: dict[Job, list[ProcessState]] = defaultdict(list)
+    for state in states:
+        alike[state.run_id, state.process.role, state.process.replica, ""].append(state)
+    jobs: dict[str, Job] = {}
+    for job, own in alike.items():
+        jobs |= {state.process.key: job for state in own}
+        if not has_each_rank_once(own):
+            started: dict[str, list[ProcessState]] = defaultdict(list)
+            for state in own:
+                started[f"{state.process.host} {state.ancestors[:1]}"].append(state)
+            parts = {launcher: part for launcher, part in started.items() if _is_whole(part)}
+            jobs |= {s.process.key: (*job[:3], launcher) for launcher, part in parts.items() for s in part}
+    return jobs
+
+
+def has_each_rank_once(states: Sequence[ProcessState]) -> bool:
+    ranks = [rank for state in states if (rank := rank_of(state)) is not None]
+    return len(set(ranks)) == len(ranks)
+
+
+def _is_whole(states: Sequence[ProcessState]) -> bool:
+    """Return whether the states are those of all ranks of one job."""
+    ranks = {rank_of(state) for state in states}
+    return has_each_rank_once(states) and ranks == set(range(states[0].process.world_size or 0))
 
 
 class Launched:

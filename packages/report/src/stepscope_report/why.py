@@ -15,19 +15,23 @@ import msgspec
 
 from stepscope.files.states import Frame, OpenSpan, ProcessState, Thread
 from stepscope_report.formatting import count
+from stepscope_report.table import grouped
 from stepscope_report.waiting import (
     Behind,
     Call,
     Entered,
+    Job,
     Launched,
     Process,
     RayCalls,
     asks_engine,
     collective_of,
     engine_call,
+    has_each_rank_once,
     is_library,
     is_loaded,
     is_stuck,
+    jobs_of,
     queue_of,
     rank_of,
     remote_call,
@@ -40,9 +44,7 @@ ENDED = "its process has ended"
 _NO_ANSWER = "no answer"
 _CIRCLE = 4
 """Largest number of named calls that wait for each other."""
-_Job: TypeAlias = tuple[str, str]
-"""(run, role) of processes, each with a rank of its own."""
-_Site: TypeAlias = tuple[_Job, str, Frame | None]
+_Site: TypeAlias = tuple[Job, str, Frame | None]
 _EDGES = 50
 """If only its stack shows that a call waits, it is taken to wait for at most this many calls, the oldest
 ones."""
@@ -158,12 +160,12 @@ class _Answer:
         """{process: calls of its workers that no known call waits for}."""
         self._entered = Entered(states)
         self._launched = Launched(states, self.silent)
-        self._peers: dict[_Job, dict[int, ProcessState]] = defaultdict(dict)
-        """{(run, role): {rank: state of its process}}. Several runs may share a folder and a role's name."""
-        for state in states:
-            rank = rank_of(state)
-            if rank is not None:
-                self._peers[_job(state)][rank] = state
+        self._jobs = jobs_of(states)
+        self._peers: dict[Job, dict[int, ProcessState]] = defaultdict(dict)
+        """{job: {rank: state of its process}}. Empty if two processes have the same rank in the job."""
+        for job, own in grouped(states, lambda state: self._jobs[state.process.key]).items():
+            if has_each_rank_once(own):
+                self._peers[job] = {rank: one for one in own if (rank := rank_of(one)) is not None}
         found = [self._call(process, span) for process in self.processes.values() for span in process.calls()]
         found.sort(key=lambda call: -call.age_ns)
         self.calls = found
@@ -326,7 +328,7 @@ class _Answer:
 
     def _missing_peers(self, call: Call, state: ProcessState) -> Iterator[int]:
         """Set the ranks that are missing in a collective, and yield the calls of these ranks."""
-        peers = self._peers[_job(state)]
+        peers = self._peers[self._jobs[state.process.key]]
         missing = call.missing or self._lacks(call, state)
         at = self._at[call.process, call.span]
         self.calls[at] = msgspec.structs.replace(call, missing=missing)
@@ -349,7 +351,9 @@ class _Answer:
         """Return the ranks of the role that are not in the collective called at the same place; if all
         answering ranks are, return the ranks that do not answer.
         """
-        site, peers = self._site(call), self._peers[_job(state)]
+        site, peers = self._site(call), self._peers[self._jobs[state.process.key]]
+        if not peers:
+            return ()
         if site not in self._lacked:
             size = state.process.world_size if state.process.rank is not None else None
             lacks = tuple(sorted(peers.keys() - self._inside[site]))
@@ -360,7 +364,7 @@ class _Answer:
         """Return (job, collective, innermost frame outside of torch) of a call."""
         frames = self._stacks[call.process, call.span]
         caller = next((frame for frame in frames if "/torch/" not in frame.file), None)
-        return _job(self.processes[call.process].state), call.collective or "", caller
+        return self._jobs[call.process], call.collective or "", caller
 
     def _silent(self, key: str) -> int:
         role, _, rest = key.partition("_rank" if "_rank" in key else "_")
@@ -462,10 +466,6 @@ class _Answer:
         for thread in process.state.threads:
             if thread.id not in busy and any(not is_library(frame) for frame in thread.frames):
                 yield f"thread {thread.name}: {say_where(thread.frames)}"
-
-
-def _job(state: ProcessState) -> _Job:
-    return state.run_id, state.process.role
 
 
 def _no_call(state: ProcessState, where: str, *, blocks: bool = False) -> Call:
