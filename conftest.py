@@ -53,7 +53,15 @@ ENGINES = {
     "mcp",
 }
 """Engines and other packages whose tests run in an environment of their own."""
-OPTIONAL = {"torch", "ray", "numpy", "uvloop", "opencensus", *ENGINES}  # opencensus belongs to ray[default]
+OPTIONAL = {
+    "torch",
+    "ray",
+    "numpy",
+    "uvloop",
+    "tenacity",
+    "opencensus",
+    *ENGINES,
+}  # opencensus belongs to ray[default]
 ABSENT = {name for name in OPTIONAL if find_spec(name) is None}
 
 

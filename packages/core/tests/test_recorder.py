@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import importlib
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ import pytest
 from ray.exceptions import RayTaskError
 from rich.console import Console
 from torch._utils import ExceptionWrapper
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from packages.report.tests.commands import Command
@@ -325,6 +327,33 @@ def test_an_error_that_carries_the_user_s_one_is_told_as_the_user_s() -> None:
     assert describe(ProcessRaisedException(message, 0, 1)) == "ValueError: boom"
     groups = getattr(builtins, "ExceptionGroup", None)  # from Python 3.11 on
     assert groups is None or describe(groups("of tasks", [boom, KeyError(1)])) == "ValueError: boom"
+
+
+def test_torchrun_s_error_is_told_as_the_one_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    ErrorHandler().record_exception(ValueError("boom"))
+    later = ProcessFailure(0, 6, -signal.SIGTERM, "")
+    later.timestamp += 60
+    failed = ProcessFailure(1, 7, 1, str(file))
+    assert describe(ChildFailedError("train.py", {0: later, 1: failed})) == "ValueError: boom (rank 1, pid 7)"
+    ended = ChildFailedError("train.py", {3: ProcessFailure(1, 7, 2, "")})
+    assert describe(ended) == "ended with exit code 2 (rank 3, pid 7)"
+    assert describe(ChildFailedError("train.py", {0: later})) == "was ended by SIGTERM (rank 0, pid 6)"
+
+
+@pytest.mark.needs("tenacity")
+def test_a_call_that_was_retried_in_vain_is_told_as_its_last_error() -> None:
+    tenacity: Any = importlib.import_module("tenacity")
+
+    def ask() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(tenacity.RetryError) as raised:
+        tenacity.retry(stop=tenacity.stop_after_attempt(2), wait=tenacity.wait_none())(ask)()
+    assert describe(raised.value) == "ValueError: boom"
 
 
 def test_a_keyboard_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:

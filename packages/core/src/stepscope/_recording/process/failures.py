@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from types import ModuleType
+from typing import Any
 
 from stepscope.errors import StepscopeError, ours
 
@@ -105,7 +106,7 @@ def describe(error: BaseException) -> str:
 
     The message is cut to its first line and 200 characters. An error of stepscope, which ends with the fix,
     may have several lines and 2000 characters. If `error` only wraps a user's error (of a Ray task, a torch
-    worker or a group of tasks), the text describes the user's error.
+    worker, torchrun, a retry or a group of tasks), the text describes the user's error.
     """
     try:
         inner = _inner(error)
@@ -117,6 +118,8 @@ def describe(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, StepscopeError):
         return _shortened(f"{name}: {message}", 2000)
+    if name == "ChildFailedError" and hasattr(error, "get_first_failure"):
+        return _shortened(_of_child(*error.get_first_failure()), 200)
     if _CAUGHT.match(message):
         remote = _RAISED.findall(message)
         if remote:
@@ -133,9 +136,26 @@ def _inner(error: BaseException) -> BaseException | None:
         inner = getattr(error, "cause", None)
     elif name in ("ExceptionGroup", "BaseExceptionGroup"):
         inner = next(iter(getattr(error, "exceptions", ())), None)
+    elif name == "RetryError":
+        attempt: Any = getattr(error, "last_attempt", None)
+        inner = attempt.exception() if getattr(attempt, "failed", False) else None
     else:
         return None
     return inner if isinstance(inner, BaseException) and inner is not error else None
+
+
+def _of_child(rank: int, failure: Any) -> str:
+    """Return the error of the process that failed first under torchrun, or how that process ended.
+
+    Args:
+        failure: torch's `ProcessFailure`. Its message is a mapping if the process recorded its error.
+    """
+    message, said = failure.message, f"ended with exit code {failure.exitcode}"
+    if isinstance(message, dict):
+        said = message.get("message", said)
+    elif failure.exitcode < 0:
+        said = f"was ended by {failure.signal_name()}"
+    return f"{said} (rank {rank}, pid {failure.pid})"
 
 
 def _shortened(text: str, most: int) -> str:
