@@ -228,6 +228,9 @@ def test_no_rank_is_slow_beside_one_that_died(tmp_path: Path) -> None:
     assert not [advice for advice in report.advice if advice.rule == "straggler"]
     (killed,) = report.health.open_spans
     assert (killed.process, killed.wall_ns) == ("actor 1", 885 * MS)
+    (stage,) = report.stages
+    assert (stage.slowest, stage.imbalance) == (None, None)
+    assert "at least 885 ms" in printed(report, 200)
     first = "actor 1 died in actor update_actor; 1.60 s"
     assert f": {first} (" in printed(report, 200).splitlines()[0]
     assert f": {first}" in brief_text(step_brief(report))

@@ -40,6 +40,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Part of `busy_ns` in which calls waited inside, for example in a collective or a queue."""
     profiled: bool = False
     """True if a profiler recorded the process and thereby slowed it."""
+    cut: bool = False
+    """True if the process never closed its capture and a call has no end: the times are lower bounds."""
 
     @property
     def at_work_ns(self) -> int:
@@ -74,10 +76,10 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     max_ns: int | None
     processes: tuple[Share, ...]
     imbalance: float | None
-    """Ratio of the largest to the median time at work of a process. For stages that only wait, time waiting
-    instead. None for a single process, or if the median is 0."""
+    """Ratio of the largest to the median time at work of the compared processes. For stages that only wait,
+    time waiting instead. None for a single process, or if the median is 0."""
     slowest: str | None
-    """Name of the process with the most time at work. None for a single process."""
+    """Name of the compared process with the most time at work. None for a single process."""
     waits: bool = False
     """True if all calls of the stage wait and do no work."""
     name: str | None = None
@@ -87,6 +89,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """Stage with the tool's name, such as `tool search`, or the stage alone."""
         return title(self.stage, self.name)
+
+    @property
+    def compared(self) -> list[Share]:
+        """Return the processes without those whose calls are cut off. The process with the most time at work
+        stays, since it is slow in any case.
+        """
+        return _compared(self.processes)
 
     @property
     def waited(self) -> bool:
@@ -157,9 +166,10 @@ def _stage(
 ) -> Stage:
     times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
     shares = _shares(timeline, spans, waits)
-    busiest = max(shares, key=lambda share: share.at_work_ns)
-    median = middle(share.at_work_ns for share in shares)
-    several = len(shares) > 1
+    compared = _compared(shares)
+    busiest = max(compared, key=lambda share: share.at_work_ns)
+    median = middle(share.at_work_ns for share in compared)
+    several = len(compared) > 1
     return Stage(
         role=label[0],
         stage=label[1],
@@ -177,6 +187,11 @@ def _stage(
         slowest=busiest.process if several else None,
         waits=all(span.waits for span in spans),
     )
+
+
+def _compared(shares: Sequence[Share]) -> list[Share]:
+    most_ns = max(share.at_work_ns for share in shares)
+    return [share for share in shares if not share.cut or share.at_work_ns == most_ns]
 
 
 def _shares(
@@ -209,6 +224,7 @@ def _share(
         stalled_ns=busy_ns - _served_ns(timeline, spans) if timeline.stalls else 0,
         waited_ns=waited_ns,
         profiled=process.profiled,
+        cut=process.closed_ns is None and any(span.end_ns is None for span in spans),
     )
 
 
@@ -295,15 +311,22 @@ def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
 
 def _parts(stage: Stage, share: Share) -> str:
     """Return the time at work as text, with the time of waits inside if the stage has waits worth showing."""
+    least = "at least " if share.cut else ""
     if not stage.waited:
-        return duration(share.busy_ns)
-    return f"{duration(share.at_work_ns)} + {duration(share.waited_ns)}"
+        return f"{least}{duration(share.busy_ns)}"
+    return f"{least}{duration(share.at_work_ns)} + {duration(share.waited_ns)}"
 
 
 def _summed(stage: Stage) -> tuple[str, ...]:
-    work = sorted(share.at_work_ns for share in stage.processes)
+    work = sorted(share.at_work_ns for share in stage.compared)
     spread = (work[0], middle(work), work[-1])
-    return stage.title, str(len(work)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
+    return (
+        stage.title,
+        str(len(stage.processes)),
+        *map(duration, spread),
+        ratio(stage.imbalance),
+        slowest(stage),
+    )
 
 
 def slowest(stage: Stage) -> str:
@@ -365,7 +388,7 @@ def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]
 def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Html]:
     busy = {share.process: share.at_work_ns for share in stage.processes}
     parts = {share.process: _parts(stage, share) for share in stage.processes}
-    median_ns = middle(busy.values())
+    median_ns = middle(share.at_work_ns for share in stage.compared)
     profiled = {share.process for share in stage.processes if share.profiled}
     cells = [
         _cell(
