@@ -122,13 +122,14 @@ def behind(url: str) -> list[int] | None:
     """Return the processes of the server at a URL, and their descendants.
 
     Returns:
-        Processes of this user; none while nothing listens there. None if the server is on another host.
+        None if the server is on another host or another user's. Empty while nothing listens there.
     """
     host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
     if not _is_here(host):
         return None
     inodes = set(_listening(port))
-    return below([pid for pid in _pids() if not inodes.isdisjoint(_sockets(pid))]) if inodes else []
+    owners = [pid for pid in _pids() if not inodes.isdisjoint(_sockets(pid))] if inodes else []
+    return below(owners) if owners or not inodes else None
 
 
 def below(pids: Iterable[int]) -> list[int]:
