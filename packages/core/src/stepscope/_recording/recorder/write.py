@@ -1,4 +1,4 @@
-"""Writer of recorded spans, counters and passes to folders like those of captured steps."""
+"""Writer of recorded spans, counters and passes into step folders of the same form as captured steps."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
 
 COUNTERS_HZ = 1.0
-"""Samples of counters per second, between captures."""
+"""Samples of counters per second between captures."""
 WHY = "the flight recorder keeps spans, and starts no profiler"
 VISITS = "the process is no worker of the capture: it took part by attach(), and starts no profiler"
 STANDS_STILL = ("hang", "signal")
-"""Triggers upon which the written step also gets the state of each process."""
+"""Triggers for which the state of each process is written too."""
 _KEPT = "the passes that the engine kept"
 _OLDER = "earlier passes were not kept: the engine did not keep any yet, or recorder.memory_mb was too small"
 _BATCH = 500
-"""Number of spans that are encoded without a pause, in about 2 ms; then other threads get the GIL for as
-long."""
+"""Number of spans that are encoded without a pause, in about 2 ms. After that, other threads get the GIL for
+the same time."""
 
 
 class Window(NamedTuple):
-    """A step on the clocks of this process."""
+    """A step, with its times on the clocks of this process."""
 
     step: int
     opened: ClockAnchor
     closed: ClockAnchor
     ending: Ending | None = None
-    """The cause of the step's early end, or None."""
+    """Cause of an early end, or None."""
     running: bool = False
-    """True if the step still runs."""
+    """True if the step is still running."""
 
 
 class Written(NamedTuple):
@@ -76,10 +76,10 @@ class Written(NamedTuple):
 
 
 def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
-    """Return the window of a step of this process. If the step still runs, the window ends now.
+    """Return the window of a step of this process. If the step is still running, the window ends now.
 
-    Its wall-clock times follow the present wall clock, as the workers' do, even if the clock has jumped
-    since.
+    Wall-clock times are computed with the current wall clock, as in workers, even if the clock has jumped
+    since the step.
     """
     running, opened, closed = step.closed is None, _by_now(step.opened, now), _by_now(step.closed or now, now)
     return Window(step.number, opened, closed, step.ending, running)
@@ -90,7 +90,7 @@ def _by_now(anchor: ClockAnchor, now: ClockAnchor) -> ClockAnchor:
 
 
 def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
-    """Return the windows of an order in a process that knows no steps, by its wall clock."""
+    """Return the windows of an order in a worker, which knows only the times in the order."""
     ahead_ns = order.offsets_ns.get(process.key, 0)
 
     def at(orderer_ns: int) -> ClockAnchor:
@@ -105,8 +105,9 @@ def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> lis
 
 
 class StepWriter:
-    """Writes the recorded spans and counters of this process for the steps of one order, or for
-    a step that another process captures."""
+    """Writer of this process' recorded data for the steps of one order, or for a step that another process
+    captures.
+    """
 
     def __init__(
         self,
@@ -119,9 +120,8 @@ class StepWriter:
         engines: EngineQueues | None,
     ) -> None:
         """Args:
-        order: The order to write the steps, or None for `write_visit`.
-        state: Returns the present state of this process.
-        engines: The engines whose passes are kept, or None.
+        order: The order, or None for `write_visit`. state: Returns the current state of this process.
+        engines: The engines whose passes are written, or None.
         """
         self._engines = engines
         self._ring = ring
@@ -139,13 +139,13 @@ class StepWriter:
         began: dict[str, str] | None = None,
         clocks: Sequence[ClockOffset] = (),
     ) -> list[Written]:
-        """Write the steps, one after the other. Disk errors are recorded in the parts of the manifest.
+        """Write the steps one after the other. Disk errors are recorded in the manifest.
 
         Args:
-            windows: The windows of the steps, in order of time.
-            owner: Whether this process bounds the steps.
-            began: {`ProcessInfo.key`: name} of the workers that record too.
-            clocks: Measured clocks of workers on other hosts.
+            windows: The windows of the steps, ordered by time.
+            owner: True for the process that runs the training loop.
+            began: {`ProcessInfo.key`: name} of the workers whose flight recorder is on.
+            clocks: Clock offsets of workers on other hosts.
         """
         trigger = None if self._order is None else self._order.trigger
         if windows and trigger in STANDS_STILL:
@@ -168,10 +168,11 @@ class StepWriter:
         return written
 
     def write_visit(self, window: Window, chosen: Callable[[Sequence[Span]], Sequence[Span]]) -> None:
-        """Write this process' part of a step that another process captures, or write it again.
+        """Write this process' part of a step that another process captures. May be called again for the same
+        step.
 
         Args:
-            chosen: Returns the spans of the part, of all spans in the ring.
+            chosen: Returns the spans to write, from all spans in the ring.
         """
         copied, lost = self._copy()
         outcome = self._outcome(window, copied.since_ns, lost)
@@ -180,7 +181,7 @@ class StepWriter:
     def _write_passes(
         self, engines: EngineQueues, windows: Sequence[Window], written: Sequence[Written]
     ) -> None:
-        """Write the passes of this process' engines. A process that a signal ends has no time for it."""
+        """Write the passes of this process' engines. (Not called after SIGTERM, because it may take long.)"""
         for replica, files in engines.passes(windows[0].opened.wall_ns):
             for window, step in zip(windows, written, strict=True):
                 outcome = self._outcome_of_passes(replica, files, window, step.layout)
@@ -191,7 +192,9 @@ class StepWriter:
     def _outcome_of_passes(
         self, replica: int, files: Sequence[PassFile] | str, window: Window, layout: StepLayout
     ) -> Expectation | None:
-        """Write the passes of a replica in a step, and return the outcome; None if there were none."""
+        """Write the passes of a replica in a step, and return the outcome, or None if there were no
+        passes.
+        """
         name = f"replica {replica}"
         if isinstance(files, str):
             return Expectation(name=name, kind="engine", state="failed", reason=f"{_KEPT}: {files}")
@@ -215,7 +218,7 @@ class StepWriter:
         return of_engine(name, artifacts, {}, _OLDER if is_cut else None) if artifacts else None
 
     def _write_state(self, window: Window) -> None:
-        """Write the present state of this process into the last step, which a hang or a signal ends."""
+        """Write the current state of this process into the step of a hang or a signal."""
         layout = RunLayout(self._config.save_path).step(window.step)
         path = layout.state_of(self._ring.process, self._run_id)
         try:
@@ -227,7 +230,7 @@ class StepWriter:
             failures.note("writing what the process does, into a step of the flight recorder", error)
 
     def _copy(self) -> tuple[Copied, str | None]:
-        """Return a copy of the spans, and the reason if they could not be copied."""
+        """Return (a copy of the spans, None), or (an empty copy, the reason why the copy failed)."""
         try:
             return self._ring.copy(), None
         except ours(RuntimeError) as error:
@@ -308,8 +311,8 @@ class StepWriter:
             manifest_part.expect(outcome)
 
     def _counters(self, sampler: Sampler, window: Window) -> bytes:
-        """Return the content of the counter file. It also has the last sample before the step and the first
-        one after it.
+        """Return the content of the counter file, with the last sample before the step and the first sample
+        after it.
         """
         ticks = sampler.around(window.opened.mono_ns, window.closed.mono_ns)
         head = counters.Header(
@@ -324,7 +327,7 @@ class StepWriter:
         return b"".join(msgspec.json.encode(line) + b"\n" for line in (head, *sampler.series, *samples, end))
 
     def _file(self, window: Window, spans: Sequence[Span]) -> bytes:
-        """Return the content of the span file. Half of the time is left to other threads."""
+        """Return the content of the span file. Pauses leave half of the time to other threads."""
         header = records.Header(
             step=window.step, run_id=self._run_id, process=self._ring.process, anchor=window.opened
         )
@@ -345,7 +348,9 @@ class StepWriter:
         return lines.record_of(span, span.end_ns, step, self._ring, self._ring.number(span))
 
     def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
-        """Return the outcome of a step's spans. The copy holds all spans that began after `since_ns`."""
+        """Return the manifest item for the spans of a step. All spans that began after `since_ns` were
+        copied.
+        """
         if lost is not None:
             return Expectation(name="spans", kind="spans", state="failed", reason=lost)
         if since_ns <= window.opened.mono_ns:
@@ -362,8 +367,8 @@ def _outcome_of_counters(sampler: Sampler, window: Window) -> Expectation:
 
 
 def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Span]]:
-    """Return the spans of each window: those that began in it, and those that ran when it began, if they
-    ended in it or are of a trajectory.
+    """Return the spans of each window: spans that began in the window, and spans that began earlier if they
+    ended in the window or belong to a trajectory.
     """
     starts = [window.opened.mono_ns for window in windows]
     inside: list[list[Span]] = [[] for _ in windows]
@@ -380,6 +385,8 @@ def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Sp
 
 
 def _is_of_window(span: Span, window: Window) -> bool:
-    """Return whether a span that ran when the window began ended in it, or is of a trajectory."""
+    """Return whether a span that was running at the beginning of the window belongs to it: the span ended in
+    the window, or belongs to a trajectory.
+    """
     ended = span.end_ns
     return (ended is not None and ended <= window.closed.mono_ns) or scopes.trajectory_at(span) is not None

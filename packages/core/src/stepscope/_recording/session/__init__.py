@@ -1,1 +1,1 @@
-"""One captured step in one process."""
+"""A session: one captured step in one process."""

@@ -1,6 +1,6 @@
-"""The session that records this process: claimed, switched on and off, and closed when the process ends.
+"""The active session of this process: the claim on the process, recording on and off, and the close at exit.
 
-The only writer of `slot.active`.
+This module is the only writer of `slot.active`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stepscope._recording.spans.span import Span
 from stepscope.files.manifest.records import Ending
 
 _held: dict[str, Claim] = {}
-"""The claim that holds this process, under one key. `dict.setdefault` is atomic, so that no lock is needed
-that an interrupted thread would keep."""
+"""{"this process": the claim}, or empty. `dict.setdefault` is atomic, so no lock is needed, which an
+interrupted thread might never release."""
 _KEY = "this process"
 
 
 class Taker(Protocol):
-    """The capture, or the worker's session, that holds a claim."""
+    """The holder of a claim: a capture, or a worker's session."""
 
     @property
     def state(self) -> str | None:
@@ -33,18 +33,18 @@ class Taker(Protocol):
         ...
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
-        """Close the capture or session because the process ends. `deadline_s` is for each worker and
-        engine.
+        """Close the capture or session at the end of the process. `deadline_s` is the limit for each worker
+        and engine.
         """
         ...
 
     def disown(self) -> None:
-        """Give the capture up in a forked child: its files and engines belong to the parent."""
+        """In a forked child, drop the capture, whose files and engines belong to the parent."""
         ...
 
 
 class Claim:
-    """One attempt of a capture, or of a worker's session, to claim the process."""
+    """A claim of a capture, or of a worker's session, on this process."""
 
     def __init__(self, step: int, taker: Taker | None = None) -> None:
         """Args: taker: The capture or session, or None if it does not exist yet."""
@@ -52,18 +52,18 @@ class Claim:
         self.taker = taker
 
     def take(self) -> Claim | None:
-        """Claim the process. Return None on success, else the claim that already holds it."""
+        """Claim the process. Return None on success, else the claim that holds the process."""
         holder = _held.setdefault(_KEY, self)
         return None if holder is self else holder
 
     def free(self) -> None:
-        """Free the process if this claim holds it."""
+        """Free the process, if this claim holds it."""
         if _held.get(_KEY) is self:
-            _held.pop(_KEY, None)  # a signal's handler, or another thread, may have freed it just now
+            _held.pop(_KEY, None)  # a signal handler or another thread may have freed it
 
 
 def holder() -> Taker | None:
-    """Return the capture that is opening, open or closing here, or the worker's session that records; else
+    """Return the capture of this process that is opening, open or closing, or the worker's session; else
     None.
     """
     claim = _held.get(_KEY)
@@ -71,7 +71,7 @@ def holder() -> Taker | None:
 
 
 def claimed_step() -> int | None:
-    """Return the step that is captured here now, or None."""
+    """Return the step that this process is capturing, or None."""
     claim = _held.get(_KEY)
     return None if claim is None else claim.step
 
@@ -89,7 +89,7 @@ activations = 0
 
 
 def activate(session: Session) -> None:
-    """Switch recording on in this process. Opening ends with this."""
+    """Switch recording on in this process. This is the last part of an opening."""
     global activations
     shutdown.install()
     keep_places()
@@ -102,12 +102,12 @@ def activate(session: Session) -> None:
         session.log.take(_beside(running))
     slot.active = session
     session.begin()
-    if session.ended:  # its watchdog, or another thread, ended it first
+    if session.ended:  # ended meanwhile, for example by its watchdog
         deactivate(session)
 
 
 def _beside(running: Sequence[Span]) -> Iterator[Span]:
-    """Yield the running spans, except those inside of which the capture opens."""
+    """Yield the running spans, without spans that enclose the opening of the capture."""
     around, scope = set[Scope](), scopes.current.get()
     while scope is not None:
         around.add(scope)
@@ -118,7 +118,7 @@ def _beside(running: Sequence[Span]) -> Iterator[Span]:
 
 
 def deactivate(session: Session) -> None:
-    """Switch recording off if this session is the one that records."""
+    """Switch recording off, if `session` is active."""
     if slot.active is session:
         collective_calls.sweep()
         slot.active = recorder = slot.recorder
@@ -137,7 +137,7 @@ def keep(recorder: FlightRecorder | None) -> None:
 
 
 def hand_to_worker(claim: Claim, session: Session) -> None:
-    """Give the claim to a worker's session; the claim is freed when the session's files are closed."""
+    """Pass the claim to a worker's session, which frees it when its files are closed."""
     session.on_closed = claim.free
     claim.taker = session
 
@@ -153,7 +153,7 @@ def _is_in_call() -> bool:
 
 
 def _forget() -> None:
-    """Forget the session, the recorder and the capture of the parent in a forked child."""
+    """In a forked child, forget the parent's session, flight recorder and capture."""
     slot.active = slot.recorder = None
     forget()
 

@@ -1,4 +1,4 @@
-"""Limits of a capture, watched while it is open, and of a run, checked before a capture."""
+"""Limits: of a capture, watched while it is open, and of a run's folder, checked before a capture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 
 POLL_S = 0.5
-"""Interval between two measurements of the process' memory, which take 20 us each."""
+"""Interval between two measurements of the process' memory. One takes 20 us."""
 MB = 1 << 20
 
 
 class Watchdog:
-    """Watchdog of a capture. Calls `expired(reason)` once, on its own thread, when a limit is reached."""
+    """Watchdog of a capture. When a limit is reached, it calls `expired(reason)` once, on its own thread."""
 
     def __init__(self, budget: BudgetConfig, expired: Callable[[str], None]) -> None:
         self._budget = budget
@@ -68,9 +68,7 @@ def resident_mb() -> int | None:
 
 
 def over_budget(config: ProfileConfig) -> str | None:
-    """Return the reason why no further trace may be written into the run's folder, or None if there is
-    room.
-    """
+    """Return the reason why no further traces may be written into the run's folder, or None."""
     run, budget = RunLayout(config.save_path), config.budget
     folder = run.root.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

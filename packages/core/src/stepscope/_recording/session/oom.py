@@ -1,7 +1,6 @@
-"""Record kept when CUDA runs out of memory outside a `cuda_memory` window (`cuda_memory.oom_any_step`).
+"""Records of CUDA out-of-memory errors outside of `cuda_memory` windows (`cuda_memory.oom_any_step`).
 
-It is written at once, in the thread that asked for memory, because the error that follows may end the
-process.
+A record is written at once, on the thread that requested memory, because the error may end the process.
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import private, temporary
 
 MOST_RECORDS = 100
-"""Largest number of records of one process: a loop that searches its batch size runs out of memory many
-times.
-"""
+"""Largest number of records of one process, because a search for the largest batch size runs out of memory
+many times."""
 ITEM = "CUDA out of memory"
-"""Name of the item, in the manifest of the open capture, that stands for an out-of-memory record."""
+"""Name of the manifest item for a record, if a capture is open."""
 
 _numbers = itertools.count(1)
-"""Numbers for the names of this process' out-of-memory files."""
+"""Counter for the file names of this process' records."""
 _watch: _Watch | None = None
-"""The object that keeps snapshots in this process. One writer: `watch`."""
+"""The object that writes records in this process, or None. One writer: `watch`."""
 
 
 def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
-    """Keep a snapshot of each out-of-memory error from now on, if the configuration asks for it. May be
-    called repeatedly.
+    """From now on, write a record of each out-of-memory error, if `config` asks for records. May be called
+    repeatedly.
 
     Args:
-        step: The step that begins now, if this process knows it.
+        step: The step that begins now, or None if unknown.
     """
     global _watch
     if config.cuda_memory.oom_any_step == "off":
@@ -72,7 +70,7 @@ class _Watch:
         oom.watch(self.keep, options, _refused)
 
     def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
-        """Args: snapshot: Takes a snapshot. It is slow, so it is called only if the snapshot is kept."""
+        """Args: snapshot: Takes a snapshot, which is slow. Called only if the snapshot is written."""
         try:
             self._keep(shortage, snapshot, history)
         except ours() as error:
@@ -124,7 +122,7 @@ def _refused(reason: str) -> None:
 
 
 def _write(file: Path, snapshot: object) -> None:
-    import pickle  # import time: 5 ms
+    import pickle  # imported here: 5 ms
 
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     passing = temporary(file)

@@ -1,4 +1,6 @@
-"""The windows of a session's backend: one for the whole capture (continuous) or one per stage (discrete)."""
+"""The windows of a session's backend: one for the whole capture (continuous), or one for each stage
+(discrete).
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,13 @@ if TYPE_CHECKING:
     from stepscope._recording.spans.wrapping import Declared
 
 OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, ManifestPart], None]
-"""Called for each file in place, with its sidecar (None if the sidecar is read from disk) and the manifest's
-part."""
+"""Called for each complete file with its path, its sidecar (None if the sidecar must be read from disk), and
+the manifest part."""
 
 
 class Windows:
-    """Owner of the backend of one session. Failures of the backend are recorded in the manifest and never
-    raised in the recorded code.
+    """Owner of the backend of one session. Errors of the backend are recorded in the manifest and not
+    raised.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Windows:
         part = manifest_part.record
         self.discrete = config.mode == "discrete"
         self.running: str | None = None
-        """Name in the manifest of the window that is open now, or None."""
+        """Manifest name of the open window, or None."""
         self._backend = backend
         self._config = config
         self._layout = layout
@@ -70,7 +72,7 @@ class Windows:
         self._manifest_part = manifest_part
         self._on_artifact = on_artifact
         self._off: str | None = None
-        """Reason why no further window opens, or None while windows may open."""
+        """Reason why no further window may open, or None."""
         self._warned = False
         self._opened: ClockAnchor | None = None
         self._stage: str | None = None
@@ -79,7 +81,7 @@ class Windows:
         self._lock = threading.RLock()
 
     def open(self, stage: str | None, role: str) -> bool:
-        """Start the backend. Return False if it does not start, with the reason in the manifest."""
+        """Start the backend for a window. Return False if it did not start; the manifest has the reason."""
         return undisturbed(partial(self._open, stage, role))
 
     def _open(self, stage: str | None, role: str) -> bool:
@@ -99,11 +101,12 @@ class Windows:
     def _start(self, name: str, stage: str | None, role: str) -> bool:
         began = time.monotonic_ns()
         window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
-        self.running, self._stage, self._role = name, stage, role  # before: an interrupted start is stopped
+        # Set first, so that an interrupted start is stopped.
+        self.running, self._stage, self._role = name, stage, role
         try:
             self._backend.start(window)
         except BackendError as error:
-            # For example the user's own profiler, which may end: the next window is tried.
+            # The next window is tried, because the cause, such as the user's own profiler, may end.
             self.running = None
             self._manifest_part.fail(name, failures.describe(error), kind="trace")
             self._warn_once(f"lacks the {name}: {failures.describe(error)}")
@@ -126,7 +129,7 @@ class Windows:
         return True
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """Stop the backend and hand its recordings to the exporter. Do nothing if no window is open."""
+        """Stop the backend and pass its recordings to the exporter. Do nothing if no window is open."""
         undisturbed(partial(self._close, truncated, discard))
 
     def _close(self, truncated: str | None, discard: str | None) -> None:
@@ -139,7 +142,7 @@ class Windows:
             try:
                 pending = self._backend.stop()
             except BackendError as error:
-                # This is the outcome: nothing was recorded, for this reason. The next window is tried.
+                # Nothing was recorded, for this reason. The next window is tried.
                 self._enter_none(name, failures.describe(error), discard)
                 return
             except ours() as error:
@@ -147,7 +150,7 @@ class Windows:
                 self._manifest_part.fail(name, self._off, kind="trace")
                 failures.note(f"stopping the {self._backend.name} profiler", error)
                 return
-            except BaseException:  # a Ctrl-C: the next close stops the backend
+            except BaseException:  # after a Ctrl-C, the next close stops the backend
                 self.running = name
                 raise
             finally:
@@ -162,8 +165,8 @@ class Windows:
                     artifact.discard()
 
     def _enter_none(self, name: str, reason: str, discard: str | None) -> None:
-        """Record in the manifest a window without a recording. This is no failure if the recording is
-        discarded.
+        """Record a window without a recording in the manifest: as failed, or as skipped if `discard` is
+        given.
         """
         if discard is None:
             self._manifest_part.fail(name, reason, kind="trace")
@@ -172,11 +175,11 @@ class Windows:
             self._manifest_part.expect(item)
 
     def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """Close the window for good: stages that still run open no further window."""
+        """Close the open window. No further windows open."""
         with self._lock:
             self._off = truncated or "the capture is closed"
             self.close(truncated=truncated, discard=discard)
-            for item in self._manifest_part.record.expected:  # a Ctrl-C between a stop and the exporter
+            for item in self._manifest_part.record.expected:  # after a Ctrl-C between a stop and its export
                 if (item.kind, item.pending) == ("trace", "closing"):
                     self._manifest_part.fail(
                         item.name, "interrupted while it was closed: the recording is lost", kind="trace"
@@ -196,15 +199,15 @@ class Windows:
         attrs: Mapping[str, AttrValue] | None,
         **place: Unpack[scopes.Placing],
     ) -> MarkedSpan:
-        """Return a span to enter once."""
+        """See `SpanMaker.new`."""
         return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
 
     def begin(
         self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
     ) -> MarkedSpan:
-        """As `SpanMaker.begin`."""
-        # A window per resumption would be thousands for a token stream: the first one in the capture stands
-        # for the generator, which may be older than the capture.
+        """See `SpanMaker.begin`."""
+        # Of a generator, only the first resumption in the capture opens a window, because a stream of tokens
+        # has thousands of resumptions.
         opens = self.discrete and first
         is_async = declared.is_async
         span = MarkedSpan(
@@ -213,16 +216,16 @@ class Windows:
         return span.__enter__()
 
     def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
-        """Open the backend's marker around a span. Return the marker to close, or None if none was opened."""
+        """Open the backend's marker for a span, and return it, or None if no marker was opened."""
         if self.running is None:
             return None
-        try:  # an interrupted marker ends with the profiler's session
+        try:  # after an interrupt, the marker ends with the window
             role = bounded(span.role or scopes.role_at(span.parent) or self._role)
             info = SpanInfo(stage=bounded(span.stage), role=role, span=span.id, is_async=is_async)
             marker = self._backend.range(info)
             marker.__enter__()
         except RecursionError:
-            return None  # at the limit of the user's recursion: noting it would fail, and leave the span open
+            return None  # not noted, because that would exceed the recursion limit too
         except ours() as error:
             failures.note(f"a {self._backend.name} marker", error)
             return None
@@ -243,7 +246,8 @@ class Windows:
         if self.running is not None:
             return f"it ran inside the window of `{self.running}`: one profiler window per process"
         if PROCESS_LOCK.holder is not None:
-            return f"{PROCESS_LOCK.holder} records this process already"  # an engine that lives in it
+            # For example an engine in this process.
+            return f"{PROCESS_LOCK.holder} records this process already"
         if stage is not None:
             decision = selection.decide(self._config, role=role, rank=self._process.rank)
             return None if decision.record else decision.reason
@@ -262,7 +266,7 @@ class Windows:
             failures.warn("stepscope: step %d %s", self._step, what)
 
     def _tell_late(self, name: str) -> None:
-        """Log a problem with a file that occurred after the summary of the capture was logged."""
+        """Log a problem with a file, if the summary of the capture was already logged."""
         if not self._manifest_part.told:
             return
         for item in self._manifest_part.record.expected:
@@ -333,7 +337,7 @@ class Windows:
 
 
 class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
-    """A span in a process that a profiler records. The profiler's trace shows the span too."""
+    """A span that the profiler's trace shows too."""
 
     windows: Windows
     is_async: bool
@@ -345,7 +349,8 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
         if self.start_ns:
             return self.refuse_entry()
         if self.opens:
-            # Before the span begins: starting a profiler is not the stage's own time.
+            # The window opens before the span begins, so that the start of the profiler is not part of the
+            # stage's time.
             began_ns = time.monotonic_ns()
             role = self.role or scopes.role_at(scopes.current.get())
             self.opens = self.windows.open(self.stage, role or self.log.process.role)
@@ -355,7 +360,7 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             super().__enter__()
             self.marker = self.windows.mark(self, self.is_async)
             return self
-        except BaseException as error:  # of a signal's handler: nobody leaves what was not entered
+        except BaseException as error:  # raised by a signal handler: a span that is not entered is not left
             if self.end_ns is None:
                 self.not_entered(error)
             raise
@@ -367,14 +372,14 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             self._leave(error)
         except ours() as failure:
             failures.note(f"closing the span {self.role}/{self.stage}", failure)
-        except BaseException as thrown:  # of a signal's handler
+        except BaseException as thrown:  # raised by a signal handler
             self._leave(error or thrown)
             if self.opens:
                 self._ended(error or thrown)
             raise
 
     def hand_on(self) -> None:
-        self._unmark()  # a marker ends on the thread that it began on
+        self._unmark()  # a marker must end on the thread on which it began
         super().hand_on()
 
     def _unmark(self) -> None:
@@ -383,7 +388,7 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             self.windows.unmark(marker)
 
     def _say_profiling(self, began_ns: int) -> None:
-        """Record a child span from `began_ns` to now, in which the profiler started or stopped."""
+        """Record a child span from `began_ns` to now, for a start or stop of the profiler."""
         record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:

@@ -1,6 +1,6 @@
-"""Decision whether a profiler records a process, with the reason.
+"""Selection of the processes that a profiler records.
 
-The decision depends only on its arguments. `library_loaded` tells whether the tool would find anything.
+Except for `library_loaded`, the functions depend only on their arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.files.sidecar import ProcessInfo
 
 LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
-"""{tool: library that a process must have imported for the tool to record anything in it}."""
+"""{tool: library whose work the tool records}. In a process without the library, there is nothing to
+record."""
 
 
 def library_loaded(tool: str) -> bool:
-    """Return whether this process has imported the library whose work `tool` records. True for `npu` with
-    torch but without an installed torch_npu, because the backend reports that error.
+    """Return whether this process has imported the library whose work `tool` records. For `npu`, also return
+    True if torch is imported and torch_npu is not installed, so that the backend reports this error.
     """
     if tool not in LIBRARY or LIBRARY[tool] in sys.modules:
         return True
@@ -29,19 +30,19 @@ def library_loaded(tool: str) -> bool:
 
 
 class Decision(NamedTuple):
-    """Decision whether a profiler records a process in a captured step. Spans are recorded in any case."""
+    """Decision whether a profiler records a process in a captured step. Spans are always recorded."""
 
     record: bool
-    """True if the profiler (`tool`) records this process."""
+    """True if the profiler records the process."""
     reason: str
-    """Why the profiler does or does not record this process, in words for the manifest."""
+    """Reason for `record`, for the manifest."""
 
 
 def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: int | None = None) -> Decision:
-    """Decide whether the profiler records the process with `role` and `rank` (None if unknown).
+    """Decide whether the profiler records a process with `role` and `rank` (None if unknown).
 
-    `first` selects rank 0. A process of unknown rank may be the first one, so it records; in a world of one
-    its rank is 0.
+    `first` selects rank 0, and also a process of unknown rank, which may be rank 0. With a world size of 1,
+    an unknown rank is 0.
     """
     match = config.role(role)
     if match is None:
@@ -57,7 +58,7 @@ def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: in
 def decide_process(
     config: ProfileConfig, *, roles: Sequence[str], rank: int | None, world_size: int | None = None
 ) -> Decision:
-    """Decide for a process that does the work of one or several roles. The process records if one role is
+    """Decide for a process that has several roles. The profiler records the process if one of its roles is
     selected.
     """
     decisions = {role: decide(config, role=role, rank=rank, world_size=world_size) for role in roles}
@@ -71,22 +72,22 @@ def decide_process(
 
 
 def may_record(config: ProfileConfig, decision: Decision) -> bool:
-    """Return whether a profiler may run in a process. In discrete mode the role of each stage decides."""
+    """Return whether the profiler may run in a process. In discrete mode, the role of each stage decides
+    later.
+    """
     by_stage = config.mode == "discrete" and any(role.profiler for role in config.roles.values())
     return decision.record or by_stage
 
 
 def unreachable_ranks(config: ProfileConfig, role: str, world_size: int) -> tuple[int, ...]:
-    """Return the ranks that the configuration selects and that a role of `world_size` processes lacks,
-    ascending.
-    """
+    """Return the selected ranks that a role with `world_size` processes does not have, in ascending order."""
     match = config.role(role)
     ranks = match[1].ranks if match and match[1].profiler else ()
     return () if isinstance(ranks, str) else tuple(sorted(rank for rank in ranks if rank >= world_size))
 
 
 def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]:
-    """Return the selected ranks that no process has, as {name: reason}. Only rank 0 reports them."""
+    """Return {name: reason} of the selected ranks that no process has. Only rank 0 reports them."""
     if process.rank != 0 or process.world_size is None:
         return {}
     reason = f"no such rank: world_size is {process.world_size}"
@@ -95,7 +96,7 @@ def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]
 
 
 def is_shared(config: ProfileConfig, role: str) -> bool:
-    """Return True if the pattern that matches this role may also match a role with more ranks."""
+    """Return whether the pattern that matches `role` may match other roles too, which may have more ranks."""
     match = config.role(role)
     return match is not None and match[0] != role
 
@@ -103,10 +104,10 @@ def is_shared(config: ProfileConfig, role: str) -> bool:
 def unreachable_in_engines(
     config: ProfileConfig, role: str, sizes: Sequence[tuple[int, int | None]]
 ) -> dict[int, str]:
-    """Return the selected ranks that no engine has, as {rank: reason}.
+    """Return {rank: reason} of the selected ranks that no engine has.
 
     Args:
-        sizes: Number and world size of each engine. An engine of unknown size may have any rank.
+        sizes: (number, world size) of each engine. An engine of unknown size (None) may have any rank.
     """
     match = config.role(role)
     ranks = match[1].ranks if match else ()

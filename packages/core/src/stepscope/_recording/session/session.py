@@ -1,11 +1,11 @@
-"""One captured step in one process: its spans, its profiler windows, its part of the manifest.
+"""One captured step in one process: its spans, profiler windows, counters and part of the manifest.
 
-In the order of the calls: `open_files`, `begin` (the step's time begins), `leave` (it ends), `end` (the
-profiler stops, on the recorded thread), `close` (the files, on the private loop), `hand_back` (the
-caller's code goes on). `finish` is `end` and `close`, for a worker and for the end of the process.
-The owner's calls come from `capture/`, a worker's from `fanout/worker_side.py`.
+Methods are called in this order: `open_files`, `begin` (the step's time begins), `leave` (the step's time
+ends), `end` (the profiler stops, on the recorded thread), `close` (the files are closed, on the private
+loop), `hand_back` (the caller's code continues). `finish` calls `end` and `close`, for a worker and at the
+end of the process. In the owner, `capture/` calls these methods; in a worker, `fanout/worker_side.py` does.
 
-Failures of a profiler or a disk are not raised here but recorded in the manifest, with the reason.
+Errors of profilers and disks are recorded in the manifest and not raised.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
 
 _ANSWER_S = 0.1
-_HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait for its end
+_HAND_BACK_S = 1.0  # longest wait of exports for the end of a close
 
 
 class Session:
-    """A captured step in this process. Made by `capture` in the owner, or by `worker_side` in a worker."""
+    """A captured step in this process."""
 
     calls_attrs = True
 
@@ -79,9 +79,9 @@ class Session:
         on_artifact: OnArtifact | None = None,
     ) -> None:
         """Args:
-        spans_only: Reason why no profiler starts here, or None to let the configuration decide.
-        began_ns: Monotonic time at which opening began, or None for now.
-        on_artifact: Called for each file of the session's profiler once it is in place.
+        spans_only: Reason why no profiler may start, or None if the configuration decides. began_ns:
+        Monotonic time at which the opening began; now by default. on_artifact: Called for each complete file
+        of the session's profiler.
         """
         self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
         self.config = config
@@ -92,8 +92,8 @@ class Session:
         self.owner = owner
         self.layout = RunLayout(config.save_path).step(step)
         self.over_budget = cache(partial(budget.over_budget, config))
-        """The first result of `budget.over_budget`, cached because it may walk through the folder of the
-        whole run."""
+        """`budget.over_budget` for this session, cached because it may walk through the whole run's
+        folder."""
         self._decision = selection.decide_process(
             config, roles=roles, rank=process.rank, world_size=process.world_size
         )
@@ -104,7 +104,7 @@ class Session:
         numbers = itertools.count(1)
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
-        """Number of this capture among the captures of the same step in this process."""
+        """Number of this capture. A step that is retried has several captures in one process."""
         part = ProcessPart(
             run_id=run_id,
             step=step,
@@ -120,7 +120,7 @@ class Session:
         )
         path = self.layout.part_of(process, run_id, number)
         self.part_name = path.name
-        """The file name of this process' part of the manifest."""
+        """File name of this process' part of the manifest."""
         self.manifest_part = ManifestPart(path, part)
         self.log = SpanLog(
             self.layout.spans_of(process, run_id, number),
@@ -132,30 +132,31 @@ class Session:
         )
         self._counters = _counters_of(config, self.layout, self.log, self.manifest_part, number)
         self._replicas: set[str] = set()
-        """Keys of the engines whose counters are sampled."""
+        """Names of the replicas whose counters are sampled."""
         self.forks = 0
-        """Number of children forked while the session was open. The manifest lists them as not recorded."""
+        """Number of children that were forked while the session was open. The manifest lists them as not
+        recorded."""
         self.switch_off: Callable[[Session], None] | None = None
-        """Function that removes this session from the process' slot. Set by the slot's writer."""
+        """Function that switches recording off, or None. Set by `activation`."""
         self._is_profiled = False
         self._windows: Windows | None = None
         self._watchdog: budget.Watchdog | None = None
         self.on_closed: Callable[[], None] | None = None
-        """Function called when the files are closed."""
+        """Called when the files are closed."""
         self._ended: ClockAnchor | None = None
-        """Clock reading at which recording ended: at the close, or earlier if it was truncated."""
+        """Clock reading at the end of the recording, which is earlier than the close if it was truncated."""
         self._closing: ClockAnchor | None = None
-        """Clock reading at which closing began."""
+        """Clock reading at which the close began."""
         self._hardware: Hardware | None = None
         self._is_awaited = False
-        """True if the exports wait until the caller of `close` goes on."""
+        """True once exports were told to wait until the caller's code continues."""
         self._handed_back = threading.Event()
         self._closed = False
 
     def open_files(self) -> None:
-        """Decide what is recorded here. This part of opening may run on any thread."""
+        """Decide what is recorded in this process, and prepare its files. May run on any thread."""
         if self.config.export.when == "deferred":
-            # What nobody has flushed since the last capture must not be written inside this one.
+            # Deferred exports of the last capture must not run during this capture.
             output.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
         if self._counters is not None:
@@ -172,22 +173,23 @@ class Session:
             failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
             self._is_profiled = True
-        if self.owner:  # by this file a worker sees whether it shares a folder with the owner
+        if self.owner:  # workers look for this file to see whether they share the folder
             self.manifest_part.write()
 
     def prepare_profiler(self) -> None:
-        """Pay the one-off costs of the profiler's library, if a profiler will start."""
+        """Load and prepare the profiler's backend, if a profiler will start."""
         if self._is_profiled:
             self._windows = self.log.observer = self._make_windows()
 
     def _no_profiler(self) -> str | None:
-        """Return the reason why no profiler runs here, or None if one does."""
+        """Return the reason why no profiler will run in this process, or None."""
         if self._spans_only is not None:
             return self._spans_only
         if not selection.may_record(self.config, self._decision):
             return self._decision.reason
         if not library_loaded(self.config.tool):
-            # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
+            # For example a driver that only coordinates. An import of torch would take a second, for an empty
+            # trace.
             return f"{LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
         return None
 
@@ -216,18 +218,18 @@ class Session:
             self._counters.open()
 
     def start_profiler(self) -> None:
-        """Start the profiler, on the thread whose work is recorded."""
+        """Start the profiler and the watchdog, on the thread to record."""
         if self._windows is not None and not self._windows.discrete:
             self._windows.open(None, self.process.role)
         self.manifest_part.write()
         self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
         self._watchdog.start()
-        if self.ended:  # by another thread, meanwhile
+        if self.ended:  # ended meanwhile by another thread
             self._watchdog.cancel()
 
     def sample_engine(self, profiler: EngineProfiler) -> None:
-        """Sample the counters of an engine until the capture ends here. A second call for the same replica
-        does nothing.
+        """Sample the counters of an engine until this session ends. A second call for the same replica does
+        nothing.
         """
         name = f"replica {profiler.replica or 0}"
         if self._counters is not None and name not in self._replicas:
@@ -235,7 +237,7 @@ class Session:
             self._counters.sampler.add(name, profiler.counters)
 
     def begin(self) -> None:
-        """End the opening: the step's time begins now. Does not wait for the disk."""
+        """End the opening: the step's time begins now. This does not wait for the disk."""
         if self._ended is not None:
             return
         anchor = clock.read_anchor()
@@ -247,44 +249,43 @@ class Session:
 
     @property
     def state(self) -> None:
-        """Return None: a worker's session has no state of a capture. See `activation.Taker`."""
+        """None, because a worker's session does not have the states of a capture. See `activation.Taker`."""
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
         """See `activation.Taker`."""
         self.finish(ending=ending, timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
-        """See `activation.Taker`. A session that is neither active nor claimed is never closed."""
+        """See `activation.Taker`. Nothing to do, because a session without a claim is never closed."""
 
     def leave(self) -> None:
-        """Begin the closing: the step's time ends now, unless it has ended before. Idempotent."""
+        """Begin the close: the step's time ends now, unless it has ended before. Idempotent."""
         if self._closing is None:
             self._closing = clock.read_anchor()
 
     def hand_back(self) -> None:
-        """End the closing: the caller's code goes on from now. Idempotent."""
+        """End the close: the caller's code continues now. Idempotent."""
         if self._closing is not None and not self._handed_back.is_set():
             self.manifest_part.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
             self._handed_back.set()
 
     def _await_caller(self) -> None:
         self._handed_back.wait(_HAND_BACK_S)
-        if not self.owner:  # the answer to the owner needs the GIL too, and nothing tells that it is sent
+        if not self.owner:  # sending the answer to the owner needs the GIL too, and its end is not known
             time.sleep(_ANSWER_S)
 
     def write_cost(self) -> None:
-        """Request that the manifest's part is written after `hand_back`, because earlier writes are part of
-        the measured cost.
-        """
+        """Queue a write of the manifest part after `hand_back`, when the cost of the close is known."""
         output.exporter().then(self._write_cost, deferred=False)
 
     def _write_cost(self) -> None:
-        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.is_dir():  # it may have been removed
+        # The folder may have been removed.
+        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.is_dir():
             self.manifest_part.write()
 
     def open(self) -> None:
-        """Open the session's files in one call. For a worker's session; the owner calls `open_files` and
-        `open_logs` separately.
+        """Call `open_files` and `open_logs`. For a worker's session; in the owner, they are called
+        separately.
         """
 
         async def opened() -> None:
@@ -296,9 +297,7 @@ class Session:
     def finish(
         self, *, ending: Ending | None = None, discard: str | None = None, timeout_s: float | None = None
     ) -> None:
-        """End and close the session, from any thread, and wait until it is closed. Arguments as in
-        `close`.
-        """
+        """End and close the session, from any thread, and wait until it is closed. Arguments: see `close`."""
         if postponed(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
             return
 
@@ -309,18 +308,18 @@ class Session:
         _loop_side().close_and_wait(partial(self.end, discard=discard), close, timeout_s)
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
-        """Close the files, on the private loop, after `end` was called on the recorded thread. Idempotent.
-        The caller writes the part of the manifest.
+        """Close the files. Call this on the private loop, after `end` on the recorded thread. Idempotent. The
+        caller writes the part of the manifest.
 
         Args:
-            ending: Reason of an early end, or None.
-            discard: Reason why the recordings are unwanted, or None to keep them.
+            ending: Cause of an early end, or None.
+            discard: Reason to discard the recordings, or None to keep them.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            self.end(discard=discard)  # what an opening has started since
+            self.end(discard=discard)  # ends what an opening has started meanwhile
             self.leave()
             self._write(ending, discard)
         finally:
@@ -344,8 +343,8 @@ class Session:
             self.manifest_part.add_absent((_forked(forks),))
 
     def truncate(self, reason: str) -> None:
-        """End the recording early and mark it as truncated. The capture itself stays open until its owner
-        closes it.
+        """End the recording early and mark it as truncated. The capture stays open until its owner closes
+        it.
         """
         if self._ended is not None:
             return
@@ -355,7 +354,7 @@ class Session:
         self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
         _loop_side().submit(self._mark_truncated(reason))
         if not self.owner:
-            self.finish()  # nobody may ever come to do it: the owner is perhaps gone
+            self.finish()  # the owner may have died, and would never stop this worker
 
     async def _mark_truncated(self, reason: str) -> None:
         if not self._closed:
@@ -366,7 +365,7 @@ class Session:
         """End the recording, if possible on the recorded thread. Idempotent."""
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
-        if self._hardware is None:  # here: a thread has a current device of its own
+        if self._hardware is None:  # on this thread, because each thread has its own current device
             self._hardware = read_hardware(self.config.throughput)
         if self.switch_off is not None:
             self.switch_off(self)
@@ -375,17 +374,17 @@ class Session:
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._windows is not None and self._closing is not None and not self._is_awaited:
-            self._is_awaited = True  # an export takes the GIL, and the caller would wait longer
+            self._is_awaited = True  # an export would take the GIL and delay the caller
             output.exporter().then(self._await_caller, deferred=False)
         if self._windows is not None:
             self._windows.finish(truncated=truncated, discard=discard)
 
     @property
     def ended(self) -> bool:
-        """True if recording is over: closed, or truncated."""
+        """True if the recording has ended, because it was closed or truncated."""
         return self._ended is not None
 
-    # What the recorded code calls, besides `log.new` and `log.begin`: see `ActiveSession`.
+    # Methods that the recorded code calls, besides `log.new` and `log.begin`: see `ActiveSession`.
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         mark_consumed(self.log, trajectory, begun, policy_version)
@@ -401,7 +400,7 @@ class Session:
 def _counters_of(
     config: ProfileConfig, layout: StepLayout, spans: SpanLog, part: ManifestPart, number: int
 ) -> CounterLog | None:
-    """Return the counters of a session, or None if their rate is 0 (`counters: off`)."""
+    """Return the counter log of a session, or None if counters are off."""
     if not config.counters.hz:
         return None
     record = part.record
@@ -416,14 +415,14 @@ def _counters_of(
 
 
 def _close_counters(log: CounterLog, part: ManifestPart, ended: ClockAnchor, discard: str | None) -> None:
-    """End the counter file, and enter its outcome and its cost into this process' part of the manifest."""
+    """Close the counter file, and enter its outcome and cost into the part of the manifest."""
     log.close(ended)
     part.expect(_outcome_of_counters(log, discard))
     part.spend(counters_ns=log.sampler.cpu_ns)
 
 
 def _outcome_of_counters(log: CounterLog, discard: str | None) -> Expectation:
-    """Return the manifest entry of the counters. A counter that this machine lacks is a note, not a
+    """Return the manifest item of the counters. A counter that this machine does not have is a note, not a
     problem.
     """
     notes = tuple(
@@ -444,14 +443,14 @@ def _outcome_of_counters(log: CounterLog, discard: str | None) -> Expectation:
 def _close_spans(
     log: SpanLog, part: ManifestPart, ended: ClockAnchor, limit: int, discard: str | None
 ) -> None:
-    """End the span file, and enter its outcome and its cost into this process' part of the manifest.
+    """Close the span file, and enter its outcome and cost into the part of the manifest.
 
     Args:
-        limit: `budget.spans`, for the reason of dropped spans.
-        discard: The reason why the recordings are unwanted; None to keep them.
+        limit: `budget.spans`, for the reason if spans were dropped.
+        discard: Reason to discard the recordings, or None to keep them.
     """
     log.close(ended)
-    # Before the outcome: an export that ends meanwhile writes the part as it is.
+    # Set before the outcome, because an export that ends meanwhile writes the part too.
     part.update(spans=log.written, dropped=log.dropped)
     part.update(roles=tuple(dict.fromkeys((*part.record.roles, *sorted(log.roles)))))
     if log.failed is not None:
@@ -463,7 +462,7 @@ def _close_spans(
 
 def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str | None) -> Expectation:
     truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
-    if not log.began:  # rolled back, or ended by a signal, before there was a file
+    if not log.began:  # rolled back, or ended by a signal, before recording began
         reason = discard or "the capture was ended before it began"
         return Expectation(name="spans", kind="spans", state="skipped", reason=reason)
     if log.dropped or truncated:
@@ -473,7 +472,7 @@ def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str
 
 
 def _loop_side() -> ModuleType:
-    from stepscope._recording.process import private_loop  # import time: asyncio
+    from stepscope._recording.process import private_loop  # imported here: asyncio
 
     return private_loop
 
@@ -481,7 +480,7 @@ def _loop_side() -> ModuleType:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except ours(OSError):  # a folder that may not be read, or is gone from its server
+    except ours(OSError):  # a folder without permission, or a stale mount
         return False
 
 

@@ -1,1 +1,1 @@
-"""Spans, and the functions by which user code records them."""
+"""Spans, and the functions with which user code records them."""

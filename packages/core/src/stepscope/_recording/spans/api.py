@@ -1,7 +1,6 @@
-"""Spans that a user opens: `span`, `trajectory` and `turn`, and the decorator `profile_step`.
+"""The public functions that record spans: `span`, `trajectory`, `turn`, and the decorator `profile_step`.
 
-A decorated function is timed while a capture or the flight recorder records; otherwise a call only reads one
-slot.
+Calls are recorded during a capture, and by the flight recorder. Otherwise a call only reads one variable.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ def trajectory(
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
 ) -> Scope:
-    """Time one agent rollout: a span of stage `trajectory`. All spans inside carry its id.
+    """Record one agent rollout as a span of stage `trajectory`. All spans within it have its id.
 
-    Use it with `with` or `async with`. Without a capture only the id is kept, so that a capture that opens
-    meanwhile still names the spans it records.
+    Use it with `with` or `async with`. Without a capture, only the id is stored, so that spans of a capture
+    that opens meanwhile have the id.
 
     Args:
-        trajectory_id: Unique within the run.
-        step: The step that consumes the trajectory, if it is not the captured step (async RL).
-        policy_version: Version of the weights with which the trajectory begins.
+        trajectory_id: An id that is unique within the run.
+        step: The step that consumes the trajectory, if it is not the running step (async RL).
+        policy_version: Version of the weights when the trajectory begins.
         attrs: Further attributes of the span.
     """
     session = slot.active
@@ -58,7 +57,7 @@ def trajectory(
 
 
 def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
-    """Time one model or tool call round inside a trajectory: a span of stage `turn`.
+    """Record one round of model and tool calls in a trajectory as a span of stage `turn`.
 
     Use it with `with` or `async with`.
     """
@@ -84,16 +83,19 @@ def span(
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
 ) -> Scope:
-    """Time a stretch of code while a capture is on.
+    """Record a block of code as a span.
 
-    Use it with `with` or `async with`; `.set(key=value)` adds attributes.
+    Use it with `with` or `async with`. `.set(key=value)` adds attributes:
+
+        with span("score", role="reward") as score:
+            score.set(samples=len(batch))
 
     Args:
-        stage: The work that is timed.
-        role: Role that does the work; by default the enclosing span's role, or the process'.
-        step: The step that owns the work, if it is not the captured step.
+        stage: Name of the work.
+        role: Role that does the work. By default the role of the enclosing span, else of the process.
+        step: The step that the work belongs to, if it is not the running step.
         policy_version: Version of the weights in use.
-        attrs: Attributes: str, int, float, bool or None values. Other values are stored as text.
+        attrs: {name: value}. Values other than str, int, float, bool and None are stored as text.
     """
     session = slot.active
     if session is None:
@@ -107,10 +109,10 @@ def span(
     )
 
 
-F = TypeVar("F")  # no bound: to the type checker, what @ray.method returns is no Callable
+F = TypeVar("F")  # no bound: for type checkers, @ray.method does not return a Callable
 
 
-# A text is a role, because the first overload that fits counts.
+# The first overload that fits counts, so a text is a role.
 @overload
 def profile_step(
     role: str | None = None, *, stage: str | None = None, attrs: Attrs | None = None
@@ -118,32 +120,32 @@ def profile_step(
 @overload
 def profile_step(role: F, *, stage: str | None = None, attrs: Attrs | None = None) -> F: ...
 def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs | None = None) -> object:
-    """Decorate a function: each of its calls becomes a span of the running step.
+    """Decorate a function, so that each of its calls is recorded as a span.
 
     `@profile_step("actor")`, `@profile_step(role="actor", stage="update")`, or `@profile_step` alone.
 
-    The result is a plain function of the same kind (sync, `async def`, generator, async generator) with the
-    same signature and metadata. It works on methods, and above or below @classmethod and @staticmethod. Put
-    it below decorators whose result is no plain function (@ray.remote, @property). A generator is timed per
-    resumption. A plain function that returns a coroutine, a generator or an asyncio future is timed until
-    that result ends. Other awaitables are not followed. If a decorator inspects its caller's frame, or hides
-    an `async def`, the function below that decorator is timed. A function that torch.compile makes part of a
-    graph has no span there: put @profile_step above @torch.compile.
+    The result is a function of the same kind (sync, `async def`, generator, async generator) with the same
+    signature and metadata. The decorator works on methods, and above or below @classmethod and @staticmethod.
+    Put it below decorators that do not return a function (@ray.remote, @property), and above @torch.compile,
+    because calls within a compiled graph are not recorded. A generator has a span for each resumption. If a
+    plain function returns a coroutine, a generator or an asyncio future, the span lasts until that object
+    ends; other awaitables are not followed. If the decorated function is itself a decorator's result that
+    inspects its caller's frame, or hides an `async def`, the function below that decorator is recorded.
 
     Args:
-        role: Role that does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing
-            span, else that of the process: its name in the capture's `workers`, or `worker`.
-        stage: The work that is timed; the function's name by default.
-        attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns one or
-            None. It is called only during a capture (for a generator, at each resumption). Its exceptions are
-            logged and do not reach the caller.
+        role: Role that does the work: `actor`, `rollout`, `env`... By default the role of the enclosing span,
+            else of the process (its name in the capture's `workers`, or `worker`).
+        stage: Name of the work; by default the function's name.
+        attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns a
+            mapping or None. The function is called only during a capture (for a generator, at each
+            resumption). Its exceptions are logged and not raised.
 
     Raises:
         ConfigError: `role`, `stage` or `attrs` has another type.
         TypeError: The argument is not a Python function, or inspects the frame of its caller. The message
-            names the fix.
+            states the fix.
 
-    With STEPSCOPE_DISABLE=1 every function is returned unchanged.
+    With STEPSCOPE_DISABLE=1, functions are returned unchanged.
     """
     is_bare = callable(role) or isinstance(role, (classmethod, staticmethod, property))
     if switch.DISABLED:
@@ -157,7 +159,7 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
 
 
 def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs | None) -> object:
-    """Return the replacement of `target`: a function, or a classmethod or staticmethod for one of those.
+    """Return a wrapper of `target`. A classmethod or staticmethod stays one.
 
     Raises:
         TypeError: `target` is something else, or inspects the frame of its caller.
@@ -169,14 +171,16 @@ def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs |
 
 
 def function(target: object) -> FunctionType:
-    """Return `target` if it is a Python function. Raise `TypeError` with the fix if not."""
+    """Return `target`, or raise `TypeError`, with the fix, if it is not a Python function."""
     if not inspect.isfunction(target) or target.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
         raise TypeError(_refusal(target))
     return target
 
 
 def check(role: object, stage: object, attrs: object, *, needs_role: bool = True) -> None:
-    """Raise `ConfigError` for wrong arguments of `profile_step`, or of `instrument`, which needs a role."""
+    """Raise `ConfigError` for wrong arguments of `profile_step` or `instrument`. `instrument` needs a
+    role.
+    """
     if not _is_text(role) and (needs_role or role is not None):
         fix = 'say who does the work: role="actor"'
         raise ConfigError("profile_step(role)", role, "text that is not empty", fix)
