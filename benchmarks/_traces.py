@@ -132,7 +132,7 @@ class Template:
 
 
 def _later(events: bytes, by: int) -> bytes:
-    """Move the events by so many seconds."""
+    """Return the events with `by` seconds added to their times."""
     at = rb'("ts": )(\d+)(?=\d{6}\D)'
     return re.sub(at, lambda match: b"%b%d" % (match[1], int(match[2]) + by), events) if by else events
 

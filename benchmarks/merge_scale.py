@@ -60,7 +60,11 @@ def once(step: Path, small: Path) -> None:
 
 
 def measured(steps: dict[Path, int], small: Path) -> list[Cost]:
-    """Merge each step so many times, in turns. Return the smallest times and the largest memory of each."""
+    """Merge the steps in turns, and return the smallest times and the largest memory of each step.
+
+    Args:
+        steps: {folder of a step: number of merges}.
+    """
     runs: list[list[Cost]] = [[] for _ in steps]
     for turn in range(max(steps.values())):
         for (step, rounds), costs in zip(steps.items(), runs, strict=True):

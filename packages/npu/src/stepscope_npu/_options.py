@@ -19,7 +19,7 @@ _FLAGS = {
     "module": "with_modules",
     "stack": "with_stack",
 }
-"""{argument of `torch_npu.profiler.profile`: contents that it turns on}."""
+"""{entry of `npu.contents`: argument of `torch_npu.profiler.profile` that turns it on}."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -498,8 +498,10 @@ def _in_flight(window_ns: int, flights: Sequence[tuple[int, int]]) -> list[float
 
 
 def _add(change: list[float], at: float, by: int) -> None:
-    """Change the curve by `by` from the position `at` on. The part of the curve that contains `at` changes
-    only by its share.
+    """Raise the curve by `by` from the position `at` on.
+
+    `change` holds the differences of neighbouring points. A position between two points changes both in
+    proportion.
     """
     at = min(max(at, 0.0), float(_SAMPLES))
     place = int(at)

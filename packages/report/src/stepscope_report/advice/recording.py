@@ -29,8 +29,8 @@ _NAME = 60
 
 
 def never_ended(evidence: Evidence) -> Advice | None:
-    """Advise on calls without an end: those of processes that never closed their capture, else those that
-    were running when their process closed it.
+    """Advise on calls without an end: calls of processes that never closed their capture, or else calls that
+    were running when their process closed its capture.
 
     Calls that a budget cut off are left out.
     """

@@ -59,7 +59,7 @@ def long_tail(evidence: Evidence) -> Advice | None:
     if held_ns * 100 < 15 * tail.rollout_ns or held_ns * 50 < evidence.breakdown.window_ns:
         return None
     if tail.last_profiled == tail.last:
-        return None  # a profiler may have made these the last ones
+        return None  # a profiler may have made these trajectories the last
     cause = next((cause for cause in evidence.causes if cause.trajectory is not None), None)
     if cause is None:
         return None

@@ -130,7 +130,7 @@ def _say_gaps(rows: Sequence[GapRow]) -> str:
 
 _SMALL_US = 10.0
 _MANY = 200
-"""Number of kernels that a process must have for advice on small ones."""
+"""Number of kernels that a process must have for advice on small kernels."""
 
 
 def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -190,7 +190,7 @@ def host_data_loader(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 _OFTEN = 1000
-"""Number of calls that an operator must have for advice on small ones."""
+"""Number of calls that an operator must have for advice on small calls."""
 
 
 def small_operators(evidence: TraceEvidence) -> Iterator[Advice]:

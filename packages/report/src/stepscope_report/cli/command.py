@@ -47,7 +47,7 @@ class CommandError(Exception):
 T = TypeVar("T")
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
-"""Settings of the whole command line. Commands inherit them."""
+"""Settings of the whole command line, which all commands inherit."""
 
 
 def _be_quiet(wanted: bool) -> None:
@@ -93,8 +93,10 @@ _AS_IT_IS: dict[object, Callable[[Any], Any]] = {
 
 
 class _Values:
-    """Conversion of the values of one parameter. Newer typer loads pydantic (9 MB, 0.2 s) to convert any
-    value; here only those that may be wrong are left to it.
+    """Conversion of the values of one parameter.
+
+    Newer typer loads pydantic (9 MB, 0.2 s) to convert a value, so only values that may be wrong reach
+    typer.
     """
 
     def __init__(self, param: Any, of_typer: Callable[[Any], Any]) -> None:

@@ -59,7 +59,7 @@ def export(
     if not parquet:
         raise CommandError("export as what? Name the format: --parquet")
     arrow = load_pyarrow()
-    os.umask(0o077)  # the files are as private as those of the step
+    os.umask(0o077)  # the exported files are as private as the step's files
     chosen = find_of_run(path, step, run)
     steps = (
         OpenStep(layout.root, run=chosen.run_id) for layout in chosen.steps.values()

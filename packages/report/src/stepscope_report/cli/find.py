@@ -101,7 +101,7 @@ def find_of_run(path: Path, step: int | str | None = None, run: str | None = Non
 
 
 def of_one_run(path: Path, steps: Mapping[int, StepLayout], run: str | None) -> RunSteps:
-    """Return those of `steps` that belong to one run, and name the others on stderr.
+    """Return the steps of one run, and print on stderr which steps of other runs are left out.
 
     Args:
         run: Id of the run. None for the run that captured last.

@@ -33,7 +33,7 @@ from stepscope_report.whatif.prediction import predict
 ROWS = 200
 """Largest number of rows in an answer."""
 _STEPS = 50
-"""Largest number of steps that are listed for a run: the last ones."""
+"""Number of the last steps of a run that are listed."""
 _DEPTH = 4
 """Depth below the root to which folders are searched for runs."""
 

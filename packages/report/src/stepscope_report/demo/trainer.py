@@ -170,7 +170,7 @@ class Trainer:
 
 
 class Choice(NamedTuple):
-    """An engine, and the Python that runs it. The Python is None for that of this process."""
+    """An engine, and the Python that runs the engine, or None for this process' Python."""
 
     engine: str
     python: str | None

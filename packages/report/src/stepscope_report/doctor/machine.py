@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     found: str
     """Finding, with its numbers."""
     fix: str | None = None
-    """Remedy. Every red row has one; None for rows without."""
+    """The remedy, or None. Every red row has a remedy."""
 
     def __post_init__(self) -> None:
         for field in ("subject", "found", "fix"):
@@ -173,7 +173,7 @@ def _failure_to_load(point: metadata.EntryPoint) -> str | None:
 
 
 def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
-    """Yield a row for a valid configuration, or one for each error in it."""
+    """Yield a row for a valid configuration, or a row for each error in it."""
     if isinstance(config, ConfigError):
         for error in (config, *config.also):
             finding = f"{error.field} is {error.value!r}; allowed: {error.allowed}"

@@ -192,8 +192,8 @@ def _few(steps: int) -> str:
 
 
 def _rank(baseline: Baseline) -> str:
-    """Return `, longer than 7 of the 9`: the place of the captured step among the uncaptured ones. Empty if
-    there is only one of them.
+    """Return `, longer than 7 of the 9`: the place of the captured step among the uncaptured steps. Empty if
+    there is only one uncaptured step.
     """
     number, longer = len(baseline.steps), baseline.longer
     if number == 1:

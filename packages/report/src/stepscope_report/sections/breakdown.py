@@ -148,11 +148,11 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Duration of the step alone, from the end of the capture's opening to the start of its closing. The
     lines add up to this time, which is 100 %."""
     opening_ns: int
-    """Time that the owner took to open the capture, before the step. If there are several owners, the slowest
-    one's."""
+    """Time that the owner (the slowest owner, if there are several) took to open the capture, before the
+    step."""
     closing_ns: int
-    """Time that the owner took to close the capture, after the step. If there are several owners, the slowest
-    one's."""
+    """Time that the owner (the slowest owner, if there are several) took to close the capture, after the
+    step."""
     total_ns: int
     """Sum of opening, step and closing: the time that the code around the capture saw."""
     lines: tuple[Line, ...]
@@ -394,13 +394,13 @@ def say_left_out(breakdown: Breakdown) -> str:
 
 
 LINES = 24
-"""Largest number of stages with a bar of their own; all further ones share one bar."""
+"""Largest number of stages with a bar of their own. All further stages share one bar."""
 SMALL = 1000
 """Stages below 1 / `SMALL` of the step share one bar."""
 
 
 def smaller_stages(breakdown: Breakdown) -> list[Line]:
-    """Return the stages that share one bar: those below 1 / `SMALL` of the step and those after the first
+    """Return the stages that share one bar: stages below 1 / `SMALL` of the step, and all after the first
     `LINES`.
     """
     stages = [line for line in breakdown.lines if line.kind == "stage"]
@@ -424,7 +424,7 @@ def draw_when(page: Page) -> Html:
 
 def account_bars(breakdown: Breakdown, colours: Colours, between_ns: int | None = None) -> Html:
     """Return the account as bars: one for each stage of 0.1 % or more, the longest first, and one for all
-    smaller ones.
+    smaller stages.
     """
     whole_ns = breakdown.window_ns
     shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)

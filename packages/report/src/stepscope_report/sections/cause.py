@@ -61,7 +61,7 @@ class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls, a rank or a process that took longer than similar ones: a possible cause."""
+    """A possible cause: calls, a rank or a process that took longer than others of its kind."""
 
     kind: CauseKind
     ns: int | None
@@ -180,8 +180,8 @@ def explain(
 
 
 def _may_lack_cores(grown: Suspect, path: StepPath, holds: Holds) -> bool:
-    """Return True if half of the growth of a top stage may be a lack of cores, in whatever process the step
-    waited for meanwhile.
+    """Return True if a lack of cores may be half of the growth of a top stage, in any process that the step
+    waited for during the stage.
     """
     return holds.may_lack_ns(path, grown.within) * 2 >= grown.longer_ns
 
@@ -265,7 +265,7 @@ def _usual(
 
 def _varies_ns(baseline: Baseline | None) -> int:
     """Return the 90th percentile of the uncaptured steps' durations minus the median, in ns. 0 if fewer than
-    `ENOUGH` of them are known.
+    `ENOUGH` uncaptured steps are known.
     """
     if baseline is None or not baseline.alike or len(baseline.steps) < ENOUGH:
         return 0
@@ -275,8 +275,8 @@ def _varies_ns(baseline: Baseline | None) -> int:
 def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearStep]) -> bool:
     """Return True if the step is longer than nearly all of its neighbours.
 
-    With uncaptured neighbours, longer than p90 + (p90 - p50) of their durations. Without, longer than each
-    captured one.
+    If there are uncaptured neighbours, the limit is p90 + (p90 - p50) of their durations. If not, the step
+    must be longer than each captured neighbour.
     """
     if baseline is not None and baseline.alike and baseline.excess_ns is not None:
         return window_ns > baseline.p90_ns + (baseline.p90_ns - baseline.p50_ns)
@@ -408,7 +408,7 @@ def _grown_at_the_top(
 
 def _grown_part(path: StepPath, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
     """Return (stage, process, ns on the critical path) of the longest stage below a top stage of the owner.
-    The process is None if several ran the stage. Return None if it has less than `least_ns`.
+    The process is None if several processes ran the stage. Return None if the stage has less than `least_ns`.
     """
     names, during = ToolNames(path.graph.timeline), _top_extents(path.graph.timeline)["/".join(top)]
     on_path, processes = defaultdict[Label, list[Pair]](list), defaultdict[Label, set[int]](set)

@@ -55,7 +55,7 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
     scope: CounterScope
     name: str
     of: str
-    """The thing that was measured: `GPU 3`, `replica 0`. Empty if that is the process or the host itself."""
+    """The measured object: `GPU 3`, `replica 0`. Empty if the process or the host itself was measured."""
     unit: str
     kind: CounterKind
     samples: int
@@ -410,8 +410,8 @@ NOTE = "in the step: growth of a counter that only grows."
 
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
-    """Yield the table of counters. If there are more than `LISTED`, the row with the highest value stands for
-    all of one name.
+    """Yield the table of counters. If there are more than `LISTED` rows, the table has one row for each name,
+    the row with the highest value.
     """
     if counters is None:
         return
@@ -459,8 +459,8 @@ def quantity(value: float, unit: str) -> str:
 ALL_BUSY = 90
 """Mean load in percent from which all cores of a host count as busy."""
 DRAWN = 32
-"""Number of rows of one counter up to which all are drawn. Of more rows every k-th and the highest are
-drawn."""
+"""Largest number of rows of one counter that are all drawn. If there are more, every k-th row and the highest
+row are drawn."""
 ROWS = 128
 """Largest number of drawn rows of all counters together. Each counter gets an equal part, but at least four
 rows."""

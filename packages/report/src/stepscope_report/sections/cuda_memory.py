@@ -66,7 +66,7 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cuda_memory_peaks(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:
-    """Return a row for each device of each snapshot: first those of out-of-memory errors, then by peak."""
+    """Return a row for each device of each snapshot: first the out-of-memory errors, then by peak."""
     spans: dict[int, _Stack] = {}
     rows = []
     for record in records:

@@ -190,7 +190,7 @@ class _Kind(IntEnum):
     READS = 3
     WRITES = 4
     BOTH = 5
-    """Requests of a pass that does not say how many of them prefill and how many decode."""
+    """Requests of a pass for which the numbers of prefills and decodes are unknown."""
     RECORDED = 6
     PAUSED = 7
     STALLED = 8

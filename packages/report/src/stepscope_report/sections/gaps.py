@@ -98,7 +98,7 @@ class CauseOfGaps(NamedTuple):
 
 
 def causes_of_gaps(rows: Sequence[GapRow]) -> list[CauseOfGaps]:
-    """Return the causes of gaps by role, the one with the most time first."""
+    """Return the causes of gaps by role, the cause with the most time first."""
     causes = []
     for (role, kind), own in grouped(rows, lambda row: (row.role, row.kind)).items():
         places = grouped(own, lambda row: (row.call, row.place)).values()

@@ -178,10 +178,9 @@ class _Shift:
         self._runs = Counter[int]()
         """Number of running innermost work spans in each process."""
         self._runs_now = Counter[int]()
-        """Number of those spans whose work is for this step."""
+        """Number of running innermost work spans in each process whose work is for this step."""
         self._workers = self._workers_now = 0
-        """Numbers of running innermost work spans outside the owners: all of them, and those for this
-        step."""
+        """Number of running innermost work spans outside the owners: of all, and only for this step."""
         self._piece = 0
         """Index of the current piece of the critical path."""
         self._waited = Counter[_Awaited]()
@@ -317,8 +316,8 @@ class _Shift:
 
 
 def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:
-    """Return the stretches in which the engine of each process ran: by its passes; without passes, by the
-    spans of its requests; without those, by its counter of requests.
+    """Return the stretches in which the engine of each process ran: from its passes, or else from spans of
+    its requests, or else from its counter of requests.
     """
     work: dict[int, list[Pair]] = {}
     for replica in find_replicas(timeline, activities):
@@ -476,8 +475,8 @@ def say_collectives(row: Idle) -> str:
 
 
 DRAWN = 128
-"""Largest number of processes of a role with a row each. Of more, every k-th and the most idle ones have a
-row."""
+"""Largest number of processes of a role with a row each. If there are more, every k-th process and the most
+idle processes have a row."""
 _KINDS: tuple[IdleKind, ...] = get_args(IdleKind)
 
 

@@ -116,7 +116,7 @@ class Outside(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """Time for which the other trajectories waited for the last ones."""
+    """Time for which the other trajectories waited for the last trajectories."""
 
     percent: int
     trajectories: int
@@ -170,10 +170,10 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     held_ns: int | None
     """Time from the end of the others to the end of the last tenth. None with fewer than two trajectories."""
     rollout_ns: int | None
-    """Time from the start of the first trajectory to the end of the last one. None if none ended."""
+    """Time from the start of the first trajectory to the end of the last. None if no trajectory ended."""
     holds: tuple[Hold, ...]
-    """Waiting time of the others for the last 10, 5 and 1 %. Empty with fewer than two trajectories. A
-    percentage that stands for as many trajectories as the one before is left out."""
+    """Waiting time of the others for the last 10, 5 and 1 %. Empty with fewer than two trajectories. Left out
+    is a percentage that gives the same number of trajectories as the percentage before."""
     bubble: Bubble | None
     """Idle replicas in the tail. None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]

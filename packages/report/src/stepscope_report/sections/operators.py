@@ -491,7 +491,7 @@ def short(name: str, most: int = NAME) -> str:
 
 
 DRAWN = 128
-"""Largest number of devices with a row each. Of more, the least busy ones and every k-th have a row."""
+"""Largest number of devices with a row each. If there are more, every k-th and the least busy have a row."""
 
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:

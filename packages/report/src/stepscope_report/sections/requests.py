@@ -77,8 +77,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     trained_by: int | None
     """Number of the step that trains on the request's trajectory. None if unknown."""
     lags: tuple[TokenLag, ...]
-    """Output tokens by how many versions the weights that wrote them were behind. Empty if a version is
-    unknown."""
+    """Output tokens by the age of the weights that wrote them, in versions. Empty if a version is unknown."""
 
 
 class _Weights(NamedTuple):

@@ -121,8 +121,8 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
 
 
 def _trainer_version(timeline: Timeline) -> int | None:
-    """Return the highest version that the step's spans outside of trajectories state. It applies to `consume`
-    calls in no span that states a version.
+    """Return the highest version that the step's spans outside of trajectories state. It is the version of
+    `consume` calls that are in no span with a version.
     """
     versions = (
         span.policy_version

@@ -16,7 +16,7 @@ from stepscope_report.timeline import Timeline
 
 
 class VainWait(msgspec.Struct, frozen=True, kw_only=True):
-    """The waits of one stage, over the step."""
+    """The waits in vain of one stage, over the step."""
 
     role: str
     stage: str

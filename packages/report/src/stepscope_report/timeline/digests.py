@@ -106,7 +106,7 @@ class Digests:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether the folder and the digests in it belong to this user and are not behind a link."""
+    """Return whether the folder belongs to this user, and its digests are not behind a symbolic link."""
     try:
         return folder.stat().st_uid == os.geteuid() and not StepLayout(folder).digests.is_symlink()
     except OSError:

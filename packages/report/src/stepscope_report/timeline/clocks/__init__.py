@@ -1,1 +1,1 @@
-"""Offsets of clocks from the owner's: by samples, and closer by the causal bounds of collectives."""
+"""Offsets of clocks to the owner's clock: from samples, and more exactly from collectives."""

@@ -1,8 +1,8 @@
-"""Placement of one process' monotonic times, those of spans, on the wall clock of the capture's owner. Traces
-have wall-clock times, which `step.rows.offset_at` places.
+"""Placement of a process' monotonic times, which its spans have, on the wall clock of the capture's owner.
 
-An uncertainty covers everything that the samples allow: each steady drift up to `DRIFT_PPM` that fits them,
-and each jump of a wall clock that the anchors at its opening and closing show.
+Traces have wall-clock times, which `step.rows.offset_at` places. An uncertainty covers everything that the
+samples allow: each steady drift up to `DRIFT_PPM` that fits the samples, and each jump of a wall clock that
+the anchors at the opening and the closing show.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _JUMP_PPM = 1000
 """A wall clock counts as set if it gains more than this rate and more than `_JUMP_NS`: kernels slew clocks by
 at most 500 ppm."""
 _MOST_SAMPLES = 8
-"""Number of samples that are used of a clock that was set: half of them the first ones, half the last ones.
-Each may be from before or after the jump."""
+"""Number of samples to use if a clock was set: half from the start and half from the end of the step. Each
+sample may be from before or after the jump."""
 WANDER_PPM = (0, 1, 15)
 """Deviations from a steady drift that are tried in turn, in ppm of the step's length, up to PHI of RFC
 5905."""
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Middle of a band, ns, at its two ends. The true line is always within +- `within_ns` of it."""
+    """The middle of a band in ns, at its two ends. The true line is always within +- `within_ns` of this."""
 
     first_ns: int
     last_ns: int
@@ -145,9 +145,9 @@ class Band:
 def fitted(
     samples: Sequence[Sample], first_ns: int, last_ns: int, change_ns: float
 ) -> tuple[Line, int] | None:
-    """Return the middle line of those that fit the samples, and the largest distance of the true one in ns.
+    """Return (middle of all lines that fit the samples, largest distance of the true line in ns).
 
-    None if no line fits.
+    Return None if no line fits.
 
     Args:
         first_ns: First and last time of the line, on the clock of the samples.
@@ -446,8 +446,8 @@ class Hours:
         self._counts.update(int(start // MARGIN_US) for start in starts_us)
 
     def near(self) -> tuple[float, float]:
-        """Return the first and the last believed time in us: those of the consecutive hours with the most
-        events, and an hour on each side.
+        """Return the first and the last plausible time in us: the consecutive hours with the most events, and
+        an hour on each side.
         """
         runs: list[list[int]] = []
         for hour in sorted(self._counts):

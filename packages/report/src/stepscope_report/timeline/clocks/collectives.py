@@ -1,8 +1,8 @@
 """Collectives in the traces of torch: the times at which a process entered and left each of them.
 
-Only collectives count that no rank leaves before all have entered. A broadcast does not: its root may leave
-at once. On GPUs the kernels of NCCL and RCCL are read. Their arguments name the group and the kind and, in
-newer torch, a number. The events of gloo name no group.
+Only collectives count that no rank leaves before all have entered. Broadcasts do not count, because their
+root may leave at once. On GPUs, the kernels of NCCL and RCCL are read. Their arguments name the group, the
+kind and, in newer torch, a number. The events of gloo name no group.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SAME_SIZE = frozenset(
 
 
 class Kind(NamedTuple):
-    """Collectives of one kind in one process group: they run in one order on all ranks."""
+    """Collectives of one kind in one process group, which run in the same order on all ranks."""
 
     world: str
     """World of the group: every torch world has a group called "0"."""
@@ -166,7 +166,7 @@ class Call(NamedTuple):
 
 
 def calls_in(events: bytes) -> Iterator[Call]:
-    """Yield the collectives with a name in a text of whole events."""
+    """Yield the collectives of NCCL and RCCL in a text of whole events."""
     for at, needle in _hits(events, (_NCCL,)):
         start = _start(events, at, needle)
         end = None if start < 0 else _end(events, start)
@@ -179,9 +179,7 @@ def calls_in(events: bytes) -> Iterator[Call]:
 
 
 def _bytes(args: _Arguments) -> int:
-    """Return the size of a collective in bytes: for a gather, what a rank has in the end; else what it began
-    with.
-    """
+    """Return the bytes of a collective: what a rank receives in a gather, else what it contributes."""
     gathers = "gather" in _text(args.op)
     return _integer(args.received if gathers else args.elements) * _WIDTHS.get(_text(args.dtype), 0)
 

@@ -1,9 +1,10 @@
 """Alignment of clocks of different hosts by collectives, which is more exact than the capture's samples.
 
-No rank leaves an all-reduce before the last one has entered it. Each all-reduce of two hosts therefore
-bounds the lead of one clock over the other from both sides. All of them, with the clock samples, narrow these
-bounds. The offset is assumed to change steadily during the step, because the two crystals differ. `Band`
-finds the lines that fit. If no line fits, clocks may deviate from a line as far as `WANDER_PPM` allows.
+No rank leaves an all-reduce before the last rank has entered it. Each all-reduce of two hosts therefore
+bounds the lead of one clock over the other from both sides. All all-reduces and the clock samples together
+narrow these bounds. The offset is assumed to change steadily during the step, because the crystals of two
+hosts differ. `Band` finds the lines that fit. If no line fits, clocks may deviate from a line as far as
+`WANDER_PPM` allows.
 """
 
 from __future__ import annotations
@@ -266,7 +267,8 @@ def _against_each_other(
 ) -> list[tuple[_HostClock, _HostClock, Lead]]:
     """Return triples of two clocks and the lead of the second over the first.
 
-    Memory holds the collectives of one host at a time and, for each kind, those of the first host with it.
+    Memory holds the collectives of one host at a time, and for each kind the collectives of one further host,
+    the first with this kind.
     """
     firsts: dict[Kind, tuple[_HostClock, Series | Refused]] = {}
     leads = []
@@ -304,8 +306,8 @@ class _Search:
     def search(
         self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
     ) -> Lead | None:
-        """Narrow the bands by the collectives of each kind, the most exact kind first. A kind that
-        contradicts the earlier ones is left out.
+        """Narrow the bands by the collectives of each kind, the most exact kind first. Leave out a kind that
+        contradicts earlier kinds.
         """
         bands: list[Band] = []
         for kind, theirs, ours in sorted(matches, key=_unsure):
@@ -388,9 +390,7 @@ def _say(kind: Kind, why: str) -> str:
 
 
 def _differences(first: _HostClock, clock: _HostClock) -> Iterator[Sample]:
-    """Yield samples of `clock` against `first`. If `first` is the owner's clock, which needs no samples, they
-    are those of `clock` itself.
-    """
+    """Yield samples of `clock` against `first`: the samples of `clock` itself if `first` is the owner's."""
     for sample in clock.samples:
         owner_ns = sample.wall_ns - sample.offset_ns
         known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))
@@ -413,7 +413,7 @@ def _against_owner(
     """
     left = list(clocks)
     while left:
-        root = left[0]  # the owner's first
+        root = left[0]  # the owner's clock, if it is left
         known = _around(root, leads)
         left = [clock for clock in left if clock not in known]
         if len(known) == 1:

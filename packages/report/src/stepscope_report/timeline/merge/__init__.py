@@ -1,1 +1,1 @@
-"""One file of everything that a step left, on one clock."""
+"""Writing of all spans, counters and traces of a step into one file, on one clock."""

@@ -1,7 +1,7 @@
-"""A step as one TAR for Perfetto: the untouched traces, stepscope's own rows, and the place of each in time.
+"""A step as one TAR for Perfetto: the unchanged traces, stepscope's own rows, and the offset of each file.
 
-The format is Perfetto's trace manifest, version 1 (docs/reference/perfetto-manifest.md of Perfetto, which
-reads it from 58 on). No event of a trace is rewritten, so that any size takes as long as copying.
+The format is Perfetto's trace manifest, version 1 (docs/reference/perfetto-manifest.md in Perfetto, which
+reads it since version 58). No event is rewritten, so an archive takes as long as copying the files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     """Name of the process, under which Perfetto groups the file's tracks."""
     offset_ns: int | None
-    """Number that is added to the file's times on the archive's time axis, or None if it is unknown."""
+    """Number to add to the file's times, to place them on the archive's time axis, or None if unknown."""
 
 
 class Archived(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ def _archive(
             with timeline_file(own, plan.common.axis.base_ns) as out:
                 merged = write_plan(plan._replace(traces=[]), out, on_read)
                 out.finish(merged)
-            # Perfetto reads no long names from headers of PAX, and before 58 none of these headers at all.
+            # Perfetto does not read long names in PAX headers, and before 58 it reads no PAX headers at all.
             with tarfile.open(name, "x", format=tarfile.GNU_FORMAT) as archive:
                 _add_text(archive, MANIFEST, _manifest(files, plan))
                 archive.add(own, OWN)
@@ -145,9 +145,7 @@ def _traces(plan: Plan) -> Iterator[tuple[RowTraces, RowTrace]]:
 
 
 def _described(traces: RowTraces, trace: RowTrace, plan: Plan) -> ArchivedFile:
-    """Return the description of a trace. If its clock drifts, the offset is that in the middle of
-    the step.
-    """
+    """Return the description of a trace. If its clock drifts, the offset is that of the step's middle."""
     row, axis, window = traces.row, plan.common.axis, plan.timeline.window
     offset_ns = None
     if row.unaligned is None:

@@ -1,11 +1,12 @@
 """Slices of one thread that overlap without nesting.
 
-Perfetto drops the later one of two such slices. A range of the user begins inside the call of its
-`__enter__`, and ends behind it; kernels that a GPU starts early begin before the end of the one before. Each
-slice goes to the first line of its thread on which it nests among those written before it, in the order of
-the file. Most files have their events in the order of their starts, or a few such runs one after another:
-operators, then calls of Python, then calls of CUDA. Within a run, a stack of ends is enough; against earlier
-runs, a slice is compared with those that are open at its two ends. 20 bytes are kept of each slice of a file.
+Perfetto drops the later of two such slices. Examples are a range of the user, which begins inside the call of
+`__enter__` and ends after this call, and a kernel that the GPU starts before the previous kernel has ended.
+
+Each slice goes to the first line of its thread on which it nests among the slices before it in the file. Most
+files have events sorted by start, or a few such runs one after another: operators, then calls of Python, then
+calls of CUDA. Within a run, a stack of ends is enough. Against earlier runs, a slice is compared with the
+slices that are open at its two ends. Each slice of a file takes 20 bytes of memory.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class _Run:
         self.late_ends.clear()
 
     def room(self, start: float, end: float) -> float:
-        """Return the first start or end of this run after `start`: a slice between these two times crosses
-        none of the run. Return -infinity if the given slice crosses one.
+        """Return the first start or end in this run after `start`. A slice that begins at `start` and ends
+        before this time crosses no slice of the run. Return -infinity if the given slice crosses a slice.
         """
         starts, ends, outer = self.starts, self.ends, self._outer
         size = len(starts)

@@ -115,7 +115,7 @@ class FlowIds:
 
     def __init__(self, file: int, files: int) -> None:
         """`file`: number of the file, up to `files`. 0 is for stepscope's own arrows."""
-        lowest = 10 ** len(str(files))  # so that all prefixes have as many digits, the first of them a 1
+        lowest = 10 ** len(str(files))  # so that all prefixes have the same length
         self.prefix = b"%d" % (lowest + file)
         """Prefix of the file's ids. An id that is less than `below` follows the prefix unchanged."""
         self._free = _DIGITS - len(self.prefix)
@@ -273,8 +273,8 @@ class Tracks:
         return further
 
     def _new(self, row: Row, pid: str, tid: str) -> int:
-        # The file's own tid, so that events need no change, unless another thread of this row has it. Not 0,
-        # which ROCm gives a stream: Perfetto takes tid 0 for the machine's idle thread, which gets no name.
+        # Use the file's own tid, so that events need no change, unless another thread of this row has it. Tid
+        # 0, which ROCm gives a stream, is not used: Perfetto takes it for the machine's idle thread.
         own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else _FIRST_TID
         first = _FIRST_TID + row.place * _OF_A_ROW + self._count[row.pid]
         free = own if 0 < own < _FIRST_TID else first

@@ -1,4 +1,4 @@
-"""One file of everything that a step left: spans, traces, and how they were put on one clock."""
+"""The merged timeline of a step: its spans, counters and traces in one file, on one clock."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _RESERVE = 1 << 16
 
 
 class Inputs(NamedTuple):
-    """Traces of a step's folder, with the facts that a merge needs before it places any."""
+    """Traces of a step's folder, with the facts that a merge needs before it places them."""
 
     chrome: list[tuple[TraceFile, TraceFields]]
     recordings: list[Recorded]
@@ -150,7 +150,7 @@ def _selected_traces(
     chosen = dict[int, list[RowTrace]]()
     firsts = set[int]()
     for trace, fields, row in traces:
-        # A row's first trace has the row's number: a late file of another process leaves the others' numbers.
+        # A row's first trace has the row's number, which late files of other processes do not change.
         number = next(numbers) if row.place in firsts else row.place
         firsts.add(row.place)
         if _is_wanted(trace.role, row, selection):
@@ -198,12 +198,12 @@ def merge_step(
 
     Args:
         path: A step's folder.
-        run_id: Which run, if several wrote into the folder, or None for the one that opened it last.
-        to: Where to write, or None for `timeline.json.gz` in the step's folder.
-        on_read: Called with a number of bytes each time that many more of the files were read.
+        run_id: The run to merge if several wrote into the folder, or None for the run that opened it last.
+        to: The file to write, or None for `timeline.json.gz` in the step's folder.
+        on_read: Called after each read with the number of bytes.
 
     Raises:
-        RecordError: no process of a capture left anything, or none of the requested run.
+        RecordError: no process left any data, or no process of the requested run.
         ConfigError: the step has none of the selected roles.
         OSError: the file cannot be written.
     """

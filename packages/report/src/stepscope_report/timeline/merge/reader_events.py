@@ -183,7 +183,7 @@ class _Line:
         return self._tids[lane]
 
     def of_instant(self, at: int) -> int:
-        """Return the tid of an event without a duration: that of the running slice that began last."""
+        """Return the tid of an event without a duration: the lane of the running slice that began last."""
         running = [(*slices[-1], lane) for lane, slices in enumerate(self._running) if slices]
         _, _, lane = max((slice_ for slice_ in running if slice_[0] <= at <= slice_[1]), default=(0, 0, 0))
         return self._tids[self._lane(lane)]

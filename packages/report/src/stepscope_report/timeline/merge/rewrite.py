@@ -256,7 +256,7 @@ def _time(position: int, below_ns: str) -> msgspec.Raw:
 
 
 def _text(raw: msgspec.Raw | None) -> str:
-    """Return a pid or tid as text: 25721 and "25721" are the same one."""
+    """Return a pid or tid as text: 25721 and "25721" are the same."""
     return "" if raw is None else bytes(raw).decode().strip('"')
 
 

@@ -414,9 +414,9 @@ class EngineLaunches:
 
     A worker annotates each pass with the numbers of its requests. A launch on the thread and in the time of
     the annotation has the same correlation as the work that it launched, even as the kernels of a replayed
-    CUDA graph. Passes and annotations are matched by their order and numbers: a worker may launch a pass
-    before the one before it has ended. The first worker with an annotation counts, because all workers run
-    the same passes.
+    CUDA graph. Passes and annotations are matched by order and numbers and not by time, because a worker may
+    launch a pass before the previous pass has ended. The first worker with an annotation counts, because all
+    workers run the same passes.
     """
 
     def __init__(self) -> None:

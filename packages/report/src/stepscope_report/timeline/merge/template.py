@@ -1,4 +1,5 @@
-"""The fast way of a merge: byte strings are replaced in the text of events, and one decoding proves it.
+"""The fast way of a merge: byte strings are replaced in the text of events, and decoding it once proves the
+result.
 
 Decoding and encoding each event takes ten times as long. But the changes that a file's events need hardly
 differ from batch to batch. So they are learned from one batch, as needles, and applied unseen to the next:
@@ -69,9 +70,10 @@ _KEY = bytes(b"GJKQVWXZ"[_DRAWN >> 3 * at & 7] for at in range(20))
 """A key of letters that are rare in JSON, so a search runs at 5 GB/s."""
 _MARKED_ID, _MARKED_TIME = b'"%b1"' % _KEY, b'"%b2"' % _KEY
 _MARKED_PID = 10**15 + _DRAWN % 10**13 * 100
-"""First of `_NEEDLES` numbers: one for each pid of a file."""
+"""The mark of a file's first pid. The marks of further pids follow, up to `_NEEDLES` numbers."""
 _MARKED_TID = 10**9 + _DRAWN % 10**7 * 100
-"""First of the numbers in front of a tid. With the nine digits of the longest tid, they are below 2^63."""
+"""The number in front of the tids of a file's first pid. Further pids have the next numbers. With nine digits
+of a tid behind, the marks are below 2^63."""
 _OF_ID = -1
 
 split: Callable[[bytes, bytes], Sequence[bytes]] = (
@@ -87,10 +89,10 @@ _NEVER = Literal["\0"]
 
 
 class Plain(msgspec.Struct, gc=False, kw_only=True):
-    """The fields that a merge may change, of an event that has them as Kineto writes them.
+    """The fields that a merge may change, in an event of Kineto's layout.
 
-    In Kineto's order, since msgspec looks for the next field first. An event without one of them, with
-    another type, or with `bind_id` or `id2`, is not plain.
+    The fields are in Kineto's order, because msgspec looks for the next field first. An event is not plain if
+    a field is absent or has another type, or if it has `bind_id` or `id2`.
     """
 
     ph: Phase

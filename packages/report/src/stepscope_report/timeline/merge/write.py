@@ -31,7 +31,7 @@ class TimelineFile:
     """A timeline while it is written: gzip while events arrive, or plain JSON. `finish` closes the JSON."""
 
     def __init__(self, file: BinaryIO, base_ns: int, *, packed: bool = True) -> None:
-        """Args: packed: False for plain JSON."""
+        """Begin a timeline in `file`, as gzip if `packed`, else as plain JSON."""
         from isal import isal_zlib  # for import time: reports import this package and write no timeline
 
         # Level 1 of igzip: 1,000 MB/s, and a tenth of the size of such JSON. With less memory it is slower.
@@ -157,8 +157,8 @@ def write_row(
     """Write the traces of a row, in their order.
 
     Args:
-        limit_of: Called with `out` before each trace: the size of the file at which it ends.
-        on_read: Called with a number of bytes each time that many more of the files were read.
+        limit_of: Called with `out` before each trace. Returns the file size at which the trace is cut.
+        on_read: Called after each read with the number of bytes.
         see: Called with the events before they are written.
     """
     row, outcome = traces.row, RowOutcome()

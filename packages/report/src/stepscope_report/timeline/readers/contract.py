@@ -51,8 +51,8 @@ class FoundFile:
     name: str
     """Path of the file, relative to the step's folder, with `/`."""
     sidecar: Sidecar | None = None
-    """Its own sidecar, else that of a parent folder, or of the file beside it that it was made from
-    (`x.nsys-rep` for `x.sqlite`), or None if the process that wrote it is unknown."""
+    """The sidecar of the file, of a parent folder, or of the file from which it was made (`x.nsys-rep` for
+    `x.sqlite`). None if the process that wrote the file is unknown."""
 
     @property
     def kind(self) -> str | None:
@@ -78,8 +78,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     read: bool = True
     """False if no reader should read the file."""
     why: str | None = None
-    """Reason why it is not read, with the fix if there is one; listed with the left-out files. None if the
-    file holds nothing for a timeline and is not listed."""
+    """Reason why the file is not read, with a fix if there is one, for the list of left-out files. None if
+    the file has nothing for a timeline and is not listed."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the timeline. It comes before the first event on it, and again when it gets a better name.
+    """A line of the timeline. It comes before its first event, and again if it gets a better name.
 
     Tracks of one process that have one name are one track, also across the files that one reader reads.
     """
@@ -110,15 +110,14 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     """Pid of its process, one of `Origin.processes`, or None for the recorded process."""
     device: str | None = None
-    """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories, or None if they are of
-    no device."""
+    """`GPU 0`, `NPU 3`: the device that runs the slices, or None if the slices are no work of a device."""
     thread: int | None = None
     """Number of its thread, if the thread has several tracks, such as one for calls and one for ranges."""
     sort: int = 0
     """Place of the track among the recording's tracks."""
     overlapping: bool = False
-    """True if slices on it overlap without nesting. It is then drawn as several lines, and its slices must
-    come in the order of their starts."""
+    """True if slices of the track may overlap without nesting. The track is then drawn as several lines, and
+    its slices must come in the order of their starts."""
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -1,8 +1,8 @@
 """Reader of the files of `nsys export --type sqlite`.
 
-The structs are tables as published. Exports omit empty tables, and columns differ between versions.
-Both are looked up by name, and missing ones are not shown. Run on exports of nsys 2022.4 and 2023.4 without a
-GPU, and on public ones of H100.
+The structs follow the published tables. Exports omit empty tables, and columns differ between versions, so
+tables and columns are looked up by name, and missing data is not shown. Tested on exports of nsys 2022.4 and
+2023.4 without a GPU, and on public exports from H100.
 
 Times are ns since the session's start, which `TARGET_INFO_SESSION_START_TIME.utcEpochNs` states. Exports
 without it cannot be aligned.
@@ -152,7 +152,7 @@ class NsysReader:
 
 
 class _Export:
-    """One file, opened."""
+    """An open export."""
 
     def __init__(self, path: Path, notes: Notes, *, has_ranges: bool) -> None:
         """Args:
@@ -395,7 +395,7 @@ class _Export:
         if key not in self._tracks:
             track = self._tracks[key] = len(self._tracks)
             pid = None if process is None else _pid_of(process)
-            # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
+            # Kernels of a stream (launched early, or in graphs) and domains of a thread may overlap.
             yield Track(
                 track=track, name=name, pid=pid, device=device, thread=thread, sort=sort, overlapping=True
             )

@@ -105,9 +105,9 @@ def _engine_stage(span: OtlpSpan) -> str | None:
 
 
 def without_copies(spans: Sequence[OtlpSpan]) -> list[OtlpSpan]:
-    """Return the spans without those of SGLang that repeat the time of another one.
+    """Return the spans without SGLang's spans that repeat the time of another span.
 
-    These are single tokens and chunks below their phase, and all ranks of an engine but the first.
+    Left out are single tokens and chunks below their phase, and all ranks of an engine but the first.
     """
     of_sglang = {TraceContext(span.trace_id, span.span_id): span for span in spans if span.scope == _SGLANG}
 
@@ -436,8 +436,8 @@ class GrowingTimeline:
             self._inherit(index)
 
     def _inherit(self, index: int) -> None:
-        """Copy the trajectory and the turn of the nearest span above that has them, to the span and to those
-        between.
+        """Copy the trajectory and the turn of the nearest span above that has both, to the span and to all
+        spans between.
         """
         path: list[Span] = []
         at: int | None = index

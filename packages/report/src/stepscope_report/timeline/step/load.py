@@ -58,11 +58,11 @@ def load_step(
         on_read: Called with the number of bytes of each read of the span files.
         digests: The same as in `load_traces`, for traces of several hosts, whose collectives align clocks.
         executor: Reads those traces that only its workers have.
-        spans: Whether the spans of files with an end are read. Without them, the timeline serves to say
-            whether the step is complete, and measured clocks are not made more exact by traces.
+        spans: False to read only the header and the end of complete span files, which is enough to tell
+            whether the step is complete. Measured clocks are then not improved by traces.
 
     Raises:
-        RecordError: no process of a capture left a record, or none of the requested run did.
+        RecordError: no process left a record, or no process of the requested run did.
     """
     layout = StepLayout(path)
     sources, problems = read_sources(layout, on_read, spans=spans)
@@ -119,8 +119,8 @@ def _artifacts(sources: Sequence[Source]) -> Iterator[Artifact]:
 
 
 def _lost_records(layout: StepLayout, sources: Sequence[Source]) -> Iterator[FileProblem]:
-    """Yield a problem for each process whose own files are missing here, or hold less than its part
-    promises.
+    """Yield a problem for each process whose files are missing here, or have less than the process' part of
+    the manifest states.
     """
     for source in sources:
         info, run_id, number, part = source.info, source.run_id, source.capture, source.part

@@ -1,8 +1,8 @@
-"""Timeline of a run in which no stepscope ran, from OTLP JSON alone.
+"""Timeline of a run without stepscope, from OTLP JSON only.
 
 All spans together are one step, from the first to the last. The process of the longest root span is the
-owner, and clocks of other hosts are taken to be right. Each agent's outermost span is a trajectory; without
-agents, each trace that calls a model is one.
+owner, and clocks of other hosts are assumed to be right. Each agent's outermost span is a trajectory. Without
+agents, each trace that calls a model is a trajectory.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _root_ns(span: OtlpSpan, known: set[str]) -> int:
 
 
 def _name_trajectories(spans: Sequence[Span], contexts: dict[TraceContext, int]) -> None:
-    """Make each agent's outermost span a trajectory; without agents, the root of each trace that calls a
-    model. Spans below them belong to it.
+    """Make each agent's outermost span a trajectory, or without agents the root of each trace that calls a
+    model. Spans below belong to the trajectory.
     """
     traces = {index: context.trace_id for context, index in contexts.items()}
     roots = _outermost_agents(spans) or _calling_roots(spans)

@@ -53,8 +53,7 @@ class RequestKey(NamedTuple):
 
 
 def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
-    """Return for each request the index of the innermost span in a trajectory that names it, else of a span
-    outside.
+    """Return {request: index of the innermost span that names it}, a span in a trajectory if there is one.
 
     A name that several engines use counts only if the span's replica is known. A replica of another role may
     have the same number as one of these engines; its spans do not count.

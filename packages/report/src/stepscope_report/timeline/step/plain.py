@@ -1,8 +1,8 @@
-"""Timeline of traces without a captured step: of torch.profiler, engines and installed readers, and of those
-in a timeline that `stepscope merge` wrote.
+"""Timeline of traces without a captured step: of torch.profiler, of engines, of installed readers, or in a
+timeline that `stepscope merge` wrote.
 
-Each process is known by its traces alone. Its rank is taken from `distributedInfo` or from the recording;
-else from names of files and folders, as `trace_names` reads them; else it is unknown.
+Only traces describe the processes. The rank comes from `distributedInfo` or from the recording, or else from
+the names of files and folders (`named`), or else it is unknown.
 
 One file above 500 lines: which files are traces, of whom, of which steps and on which clock is one question.
 """
@@ -257,7 +257,7 @@ def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceF
             info = ProcessInfo(role="trace", rank=None, world_size=None, host=main.host, pid=one.pid or 0)
         else:
             info = main
-        # Other clocks can be placed only by a process that noted its own times on them, and none did.
+        # Times on other clocks cannot be placed, because no process has recorded anchors of these clocks.
         base_ns = one.content.base_ns if origin.clock == "realtime" else None
         processes.append(_Trace(described, info, msgspec.structs.replace(one.content, base_ns=base_ns)))
     return described, processes

@@ -38,7 +38,7 @@ shown at all.
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
-    """A process, or those of its traces that could not be aligned."""
+    """A process, or the traces of a process that could not be aligned."""
 
     info: ProcessInfo
     process: int | None
@@ -52,7 +52,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     sets the number."""
     name: str = ""
     pid: int = 0
-    """Pid in the timeline: the one of its process if that is free."""
+    """Pid in the timeline: the process' own pid if it is free."""
     place: int = 0
     """Position of the row, from 1 at the top."""
     shown: bool = False
@@ -259,7 +259,7 @@ class Recorded:
         """Request the rows of the file's processes.
 
         Args:
-            own_clock: True if its times turned out to be of no wall clock, whatever its reader says.
+            own_clock: True if the file's times turned out not to be a wall clock's, whatever the reader says.
         """
         origin, sidecar = self._origin, self.file.sidecar
         if origin is None:

@@ -68,7 +68,7 @@ def cut_cycles(parents: list[int | None]) -> None:
 
 
 def requests(timeline: Timeline) -> Iterator[tuple[int, int]]:
-    """Yield pairs of spans by index: the one that made a request, and one that served it elsewhere.
+    """Yield (span that made a request, span that served the request in another process), by index.
 
     The process that made a request is the only one that names the request inside a trajectory. If no process
     or several processes do so, nothing is yielded. An overlap in time is no evidence.
@@ -128,11 +128,11 @@ def shared_numbers(timeline: Timeline) -> frozenset[tuple[str, int]]:
 
 
 def replica_and_role(timeline: Timeline, span: Span) -> tuple[int | None, str]:
-    """Return the number of the replica that a span is work of, and the role of that replica.
+    """Return (number, role) of the replica that a span belongs to.
 
-    The number is that of the nearest span that names one, else of the process. The role is that of the
-    outermost span that names a number; if that is a caller's role, it is the process' role if the process is
-    a replica.
+    The number comes from the nearest span that names a replica, or else from the process. The role comes from
+    the outermost span that names a number. If this is a caller's role and the process is a replica, the role
+    is the process' role.
     """
     process, number, role = timeline.processes[span.process], None, "rollout"
     around: Span | None = span
