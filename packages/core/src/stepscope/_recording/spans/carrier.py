@@ -1,6 +1,7 @@
-"""Carriers: the place of the running code, sent to another process or thread and attached there.
+"""Carriers: the place of the running code among spans, which is sent to another process or thread and
+attached there.
 
-Threads of `loop.run_in_executor` get the place without a carrier (`keep_places`).
+Threads of `loop.run_in_executor` inherit the place without a carrier (`keep_places`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 _KEEPS = "__stepscope_keeps_places__"
-"""The attribute that marks a `run_in_executor` that `keep_places` replaced, and any wrapper of it made
-since."""
+"""Attribute that marks a `run_in_executor` that `keep_places` has replaced. Later wrappers copy the
+attribute."""
 T = TypeVar("T")
 _NOT_CONFIGURED = (
     "the spans of this process are not recorded: a carrier of another process' step is attached here, and "
@@ -39,18 +40,20 @@ _NOT_CONFIGURED = (
 
 
 class Carrier(TypedDict, total=False):
-    """A place in one process' spans, as JSON-able data. Send it along and `attach` it on the other side."""
+    """A place among the spans of a process, as data that JSON can represent. Send it to another process, and
+    `attach` it there.
+    """
 
     process: str
-    """`ProcessInfo.key` of the process of `span`. Without a recorded span, the process that made the carrier:
+    """`ProcessInfo.key` of the process of `span`. If no span is recorded, the process that made the carrier:
     `host_pid123`."""
     span: int
     captured: int
-    """The captured step whose files hold `span`."""
+    """The captured step whose files contain `span`."""
     run: str
-    """The run of that step."""
+    """Id of the run of the captured step."""
     step: int
-    """The step that owns the work."""
+    """The step that the work belongs to."""
     policy_version: int
     trajectory: str
     turn: int
@@ -59,8 +62,8 @@ class Carrier(TypedDict, total=False):
 
 
 def carrier() -> Carrier | None:
-    """Return a carrier of the running code's place, to be sent to another process or thread; None outside all
-    scopes.
+    """Return a carrier of the running code's place, to send to another process or thread. None outside of all
+    spans and carriers.
     """
     scope = current.get()
     if scope is None:
@@ -91,15 +94,16 @@ def carrier() -> Carrier | None:
 
 
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
-    """Return a context manager (`with` and `async with`) in which new spans become children of the carrier's
+    """Return a context manager (`with` or `async with`) in which new spans become children of the carrier's
     span.
 
-    None is allowed and changes nothing, so that callers need not check whether a capture is on. Unknown keys
-    are ignored: the other side may be newer. A mapping that holds another tracer's `traceparent` (the headers
-    of a request, say) is a carrier too.
+    None is accepted and has no effect, so that callers need not check whether a capture is open. Unknown keys
+    are ignored, because the sender may have a newer version. A mapping with the `traceparent` of another
+    tracer, such as the headers of a request, is a carrier too.
 
-    A method that `profile_step` times may attach a carrier in its body. The method's own span then hangs
-    below the carrier's span too, if it is a top span and the same task or thread attaches.
+    A method that is decorated with `profile_step` may attach a carrier in its body. Then the method's own
+    span becomes a child of the carrier's span too, if it has no parent and was entered in the same task or
+    thread.
     """
     if carried is None:
         return Place()
@@ -107,7 +111,7 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     link = None
     process = process if isinstance(process, str) and len(process) <= MAX_TEXT else None
     if process is not None and span is not None:
-        # For import time: a carrier names a span only during a capture, and recording loads this anyway.
+        # Imported here: a carrier has a span only during a capture, which imports this module anyway.
         from stepscope.files.spans import SpanLink
 
         link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
@@ -115,7 +119,7 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     if not isinstance(context, str) or not (_is_ours(context, link) or _is_valid(context)):
         context = None
     elif process is None:
-        process = context  # another tracer's, so another process than any of ours
+        process = context  # another tracer's span, so another process
     run_id = carried.get("run")
     run_id = run_id if isinstance(run_id, str) and len(run_id) <= MAX_TEXT else None
     kind = Place if process is None else functools.partial(Attached, process, run_id)
@@ -130,10 +134,10 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
 
 
 def keep_places() -> None:
-    """Make functions called by `loop.run_in_executor` inherit the place of the calling code during a capture.
+    """Make functions that `loop.run_in_executor` calls inherit the place of the calling code.
 
-    `asyncio.to_thread` copies the context, but `run_in_executor` does not: a tool that runs there would leave
-    its trajectory.
+    `asyncio.to_thread` copies the context, but `run_in_executor` does not, so spans of a tool in an executor
+    would not belong to their trajectory.
     """
     loops = [
         getattr(sys.modules.get(module), name, None)
@@ -157,7 +161,7 @@ def _keeping(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_threads(executor: object) -> bool:
-    from concurrent.futures import ThreadPoolExecutor  # for import time: a loop with executors has it
+    from concurrent.futures import ThreadPoolExecutor  # imported here: already imported in such a loop
 
     return executor is None or isinstance(executor, ThreadPoolExecutor)
 
@@ -171,8 +175,8 @@ def _run_at(scope: Scope, func: Callable[..., T], *args: Any) -> T:
 
 
 def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None, str | None]:
-    """Return the nearest recorded span at or above `scope`: its link (None for another tracer's span), its
-    `traceparent`, and the run of the link.
+    """Return (link, `traceparent`, run id) of the nearest recorded span at or above `scope`. The link is None
+    for a span of another tracer.
     """
     while scope is not None:
         link, traceparent = scope.reference(), scope.traceparent()
@@ -183,14 +187,12 @@ def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None, str | N
 
 
 def _is_ours(traceparent: str, link: SpanLink | None) -> bool:
-    """Return whether a `traceparent` was made by `carrier`; it is then passed on unchanged, because checking
-    takes 2 us.
-    """
+    """Return whether `carrier` has made a `traceparent`. Then it is not validated, which would take 2 us."""
     return link is not None and len(traceparent) <= MAX_TEXT
 
 
 def _is_valid(traceparent: str) -> bool:
-    # For import time: only another tracer's carrier comes here.
+    # Imported here: only carriers of other tracers need it.
     from stepscope.files.trace_context import parse_traceparent
 
     return parse_traceparent(traceparent) is not None
@@ -201,14 +203,14 @@ def _int(value: object) -> int | None:
 
 
 class Attached(Place):
-    """The place of a carrier.
+    """The scope of an attached carrier.
 
-    A decorated method begins its span before its body attaches the carrier. If that span is a top span, it
-    becomes a child of the carrier's span (`Span.hang_below`), and spans recorded in the attached place become
+    The span of a decorated method begins before the method's body attaches the carrier. If that span has no
+    parent, it becomes a child of the carrier's span (`Span.hang_below`), and spans within this scope become
     children of the method's span.
 
-    In a process that no capture records, the spans below a carrier of a captured step are written into the
-    folder of that step (`slot.visit`).
+    In a process without a capture, spans below a carrier of a captured step are written into that step's
+    folder (`slot.visit`).
     """
 
     __slots__ = ("_method", "_process", "_run_id", "visit")
@@ -228,7 +230,7 @@ class Attached(Place):
             if self._run_id is not None and slot.session() is None:
                 self._begin_visit(self._run_id)
             return self
-        except BaseException:  # of a signal's handler: nobody leaves what was not entered
+        except BaseException:  # raised by a signal handler: `with` does not leave what was not entered
             self._leave(None)
             raise
 
@@ -262,8 +264,8 @@ class Attached(Place):
         return None if self._hangs_method() else self.context
 
     def _hangs_method(self) -> bool:
-        """Return whether the method's span is a child of the carrier's span, and spans of the attached place
-        are its children.
+        """Return whether the method's span is a child of the carrier's span, so that spans of this scope are
+        children of the method's span.
         """
         method = self._method
         return method is not None and method.caller is not NOWHERE and bool(self.link or self.context)

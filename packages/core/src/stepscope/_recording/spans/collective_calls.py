@@ -1,12 +1,12 @@
-"""Spans of collectives: the calls of torch's process groups that Python code makes, and the waits for them.
+"""Spans of collectives: calls of torch's process groups by Python code, and waits for these calls.
 
 The methods of `ProcessGroup` and `Work` are replaced, and not the functions of `torch.distributed`: programs
 import those by name, and torch.compile knows them by identity. So FSDP is seen too, and compiled code is not.
 
-A call that its thread waits for at once is one span, from the call to the end of the wait. For a call with
-`async_op=True`, the span is the wait alone, and its attribute `issued_ns` says how long before the call was
-made. A call that nobody waits for is a span of the call itself. With NCCL, a wait returns once the device has
-been told to wait: these are times of the host.
+If the calling thread waits at once, the span lasts from the call to the end of the wait. For a call with
+`async_op=True`, the span is only the wait, and its attribute `issued_ns` is the time from the call to the
+wait. If no code waits, the span is only the call. With NCCL, a wait returns once the device's stream waits,
+so the times are times of the host.
 """
 
 from __future__ import annotations
@@ -52,26 +52,28 @@ _STAGES = {
     "all_to_all_single": "all_to_all",
     "barrier": "barrier",
 }
-"""{method of `ProcessGroup`: stage of its spans}. Each version of torch has some of them."""
+"""{method of `ProcessGroup`: stage of its spans}. Each version of torch has some of these methods."""
 _AT_ONCE_NS = 50_000
-"""A wait that begins within this time after a call, in the same thread, belongs to that call."""
+"""If a wait begins within this time after a call on the same thread, the call and the wait are one span."""
 
 _Method: TypeAlias = Callable[..., Any]
 
 _is_on = False
-"""True if collectives are timed. One writer: `watch`."""
+"""True if collectives are recorded. One writer: `watch`."""
 _installed = False
 """True if the methods have been replaced. One writer: `watch`."""
 _issued: dict[int, _Issued] = {}
-"""{id of a work: its call}, for works that nobody has waited for. `sweep` removes those that are freed."""
+"""{id of a `Work`: its call} of calls that no code has waited for. `sweep` removes entries whose `Work` was
+freed."""
 _SWEEP_AT = 256
-"""Number of calls in `_issued` from which on each further call runs `sweep`."""
+"""Number of entries in `_issued` above which each further call runs `sweep`."""
 
 
 class _Issued(weakref.ref[Any]):
-    """A call that returned a work, as a reference to that work, which frees its tensors as soon as before.
+    """A weak reference to the `Work` that a call has returned, so that its tensors are freed as early as
+    without stepscope, with facts about the call.
 
-    It has no callback: Python would ignore an exception that a signal's handler raises there.
+    The reference has no callback, in which Python would ignore an exception that a signal handler raises.
     """
 
     __slots__ = ("attrs", "end_ns", "parent", "stage", "start_ns", "thread")
@@ -85,8 +87,8 @@ class _Issued(weakref.ref[Any]):
 
 
 def watch(is_on: bool) -> None:
-    """Begin or stop to time collectives. Has no effect before torch.distributed is initialised: call it
-    again.
+    """Begin or stop recording collectives. Before torch.distributed is initialised this has no effect, so
+    call it again later.
     """
     global _is_on, _installed
     if _issued:
@@ -123,7 +125,9 @@ def _timed(method: _Method, name: str, stage: str) -> _Method:
 
 @uncompiled
 def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
-    """Remember a call until its work is waited for, or dropped. If there is no work, the call is complete."""
+    """Store a call until code waits for its `Work` or drops it. A call without a `Work` is complete, and is
+    recorded now.
+    """
     end_ns = monotonic_ns()
     try:
         number = group._get_sequence_number_for_group()
@@ -131,7 +135,7 @@ def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
         if work is None:
             _begin(stage, attrs, start_ns, end_ns)
             return
-        if len(_issued) >= _SWEEP_AT or id(work) in _issued:  # the id of a work that is freed
+        if len(_issued) >= _SWEEP_AT or id(work) in _issued:  # the id of a freed Work
             sweep()
         issued = _Issued(work)
         issued.stage, issued.attrs, issued.start_ns, issued.end_ns = stage, attrs, start_ns, end_ns
@@ -162,7 +166,7 @@ def _waited(method: _Method) -> _Method:
 
 @uncompiled
 def _wait_of(issued: _Issued) -> Span | None:
-    """Return the open span of a wait that begins, or None if nothing records."""
+    """Begin the span of a wait and return it, or None if recording is off."""
     try:
         now_ns = monotonic_ns()
         if issued.thread == thread.id and now_ns - issued.end_ns <= _AT_ONCE_NS:
@@ -176,7 +180,7 @@ def _wait_of(issued: _Issued) -> Span | None:
 
 @uncompiled
 def sweep() -> None:
-    """Record the calls whose work is freed, and that nobody waited for."""
+    """Record the calls whose `Work` was freed without a wait."""
     for key, issued in [(key, issued) for key, issued in _issued.copy().items() if issued() is None]:
         if _issued.pop(key, None) is None:
             continue  # another thread records it
@@ -190,7 +194,7 @@ def sweep() -> None:
 def _begin(
     stage: str, attrs: dict[str, AttrValue], start_ns: int, end_ns: int | None, at: _Issued | None = None
 ) -> Span | None:
-    """Record a span, in the thread and below the span of `at`, or of the caller."""
+    """Record a span on the thread and below the parent of `at`, by default of the calling code."""
     active = slot.active
     if active is None:
         return None

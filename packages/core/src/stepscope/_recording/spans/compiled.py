@@ -1,9 +1,9 @@
-"""Code that torch.compile compiles, of which recorded functions may be part.
+"""Support for torch.compile, whose compiled code may contain recorded functions.
 
-A user's function stays in one graph with the surrounding code: its wrapper first calls `recording` or
-`is_idle`, for which torch compiles constants, so that the rest of the wrapper is compiled away. A capture
-neither recompiles such code nor stops it. If the user's function breaks the graph, torch calls the wrapper as
-Python does, and then compiles each function that is called with a tensor, except `uncompiled` ones.
+A recorded function stays in one graph with the surrounding code: its wrapper first calls `recording` or
+`is_idle`, which torch replaces by constants, so that the rest of the wrapper is compiled away. A capture does
+not cause a recompilation. If the user's function breaks the graph, the wrapper runs as ordinary Python. torch
+then compiles each function that is called with a tensor, except functions marked as `uncompiled`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from stepscope._recording.spans import slot
 from stepscope.errors import ours
 
 INLINED = "_torchdynamo_inline"
-"""The attribute of a function that holds another function, which torch.compile compiles in its place.
+"""Attribute of a function whose value is another function, which torch.compile compiles in its place.
 
-Not for methods: torch up to 2.14 then takes closure and defaults from the function in the class, and drops
-`self` where the graph breaks.
-"""
+Do not use it for methods: torch up to 2.14 uses the closure and the defaults of the original method, and
+drops `self` at graph breaks."""
 _uncompiled: set[CodeType] = set()
-"""Code objects that torch.compile leaves to Python. One writer: `uncompiled`."""
+"""Code objects that torch.compile does not compile. One writer: `uncompiled`."""
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled_as(value: object) -> Callable[[F], F]:
-    """Return a decorator of a function without arguments, in place of which torch.compile compiles the
+    """Return a decorator for a function without arguments. In compiled code, calls of the function return the
     constant `value`.
     """
 
@@ -45,13 +44,13 @@ def compiled_as(value: object) -> Callable[[F], F]:
 
 @compiled_as(None)
 def recording() -> slot.ActiveSession | None:
-    """Return the session or recorder that records this process (`slot.active`), but None in compiled code."""
+    """Return `slot.active`, or None in compiled code."""
     return slot.active
 
 
 @compiled_as(True)
 def is_idle() -> bool:
-    """Return True if nothing records this process, or if the calling code is compiled."""
+    """Return True if recording is off in this process, or if the calling code is compiled."""
     return slot.active is None
 
 
@@ -62,13 +61,13 @@ def is_compiled() -> bool:
 
 
 def uncompiled(fn: F) -> F:
-    """Make torch.compile leave one of stepscope's functions, and all functions that it calls, to Python."""
+    """Exclude a function of stepscope, and all functions that it calls, from torch.compile."""
     _uncompiled.add(cast(FunctionType, fn).__code__)
     return fn
 
 
 def leave_to_python() -> None:
-    """Tell torch, if it is imported, which code not to compile. Must be repeated after
+    """If torch is imported, tell it which code not to compile. Call this again after
     `torch._dynamo.reset()`.
     """
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
@@ -78,5 +77,5 @@ def leave_to_python() -> None:
         skip = frames._FrameAction.SKIP
         for code in _uncompiled:
             frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    except ours() as failure:  # an older torch compiles it, which takes time and changes nothing else
+    except ours() as failure:  # an older torch compiles the code, which only takes time
         failures.note("telling torch.compile what not to compile", failure)

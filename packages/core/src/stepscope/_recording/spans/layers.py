@@ -1,9 +1,10 @@
-"""The place of a wrapper among the decorators of a function: one at which no decorator notices the wrapper.
+"""Insertion of a wrapper among the decorators of a function, at a place where no decorator notices the
+wrapper.
 
 A decorator may inspect the frame of its caller: verl's `auto_await` returns a coroutine if its caller is a
-coroutine, else the awaited result. Such a decorator is rebuilt around the wrapper, so that its caller stays
-the same. A plain function above an `async def` is rebuilt too, because the duration of its call is not that
-of the coroutine that it returns.
+coroutine, else the awaited result. The wrapper is placed below such a decorator, and a copy of the
+decorator's function calls the wrapper, so that the caller stays the same. The wrapper is also placed below
+plain functions above an `async def`, to measure the coroutine and not only the call that returns it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from types import CellType, CodeType, FunctionType
 from stepscope._recording.spans import wrapping
 
 _COMPILED = "_torchdynamo_orig_callable"
-"""The attribute of torch.compile's result that holds the function to compile."""
+"""Attribute of torch.compile's result whose value is the function to compile."""
 _DEEPEST = 50
 _READ = 3
-"""Depth of calls inside a decorator's module up to which code is inspected along with the decorator."""
+"""Depth to which functions of a decorator's module, which the decorator calls, are inspected too."""
 
 
 def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> FunctionType:
-    """Return `fn` with `wrap` applied, to `fn` itself or below those of its decorators that would notice the
-    wrapper.
+    """Apply `wrap` to `fn`, or to a function below those decorators of `fn` that would notice the wrapper.
+    Return the new function.
 
     Raises:
-        TypeError: `fn` inspects the frame of its caller, and is not a decorator with a function below it.
+        TypeError: `fn` inspects the frame of its caller, and no function below it can be wrapped.
     """
     path = list(path_of(fn))
     places = (_coroutine_in(path), *range(len(path)))
@@ -45,11 +46,12 @@ def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> Fu
 
 
 def redirected(fn: FunctionType, old: FunctionType, new: FunctionType) -> bool:
-    """Make `fn`, or the decorator below it that calls `old`, call `new` instead. Return False if no function
-    calls `old`.
+    """Make `fn`, or the decorator below it that calls `old`, call `new`. Return False if `old` is not below
+    `fn`.
 
-    The function itself is changed, not copied: Ray holds `fn` in the class and in a table of methods, and
-    pickles both by value. `old`, whose name now finds `new`, would go along with the globals of its module.
+    The calling function is changed in place and not copied, because Ray has `fn` in the class and in a table
+    of methods, and pickles both by value. `old` would be pickled with the globals of its module, since its
+    name now refers to `new`.
     """
     path = list(path_of(fn))
     if old not in path[1:]:
@@ -64,7 +66,7 @@ def redirected(fn: FunctionType, old: FunctionType, new: FunctionType) -> bool:
 
 
 def path_of(fn: FunctionType) -> Iterator[FunctionType]:
-    """Yield a function, then the function that each yielded one calls below it."""
+    """Yield `fn`, the function that it decorates, and so on."""
     below: FunctionType | None = fn
     for _ in range(_DEEPEST):
         if below is None:
@@ -74,7 +76,7 @@ def path_of(fn: FunctionType) -> Iterator[FunctionType]:
 
 
 def _below(fn: FunctionType) -> FunctionType | None:
-    """Return the function that `fn` decorates, or None if there is none, or if `fn` does not show which."""
+    """Return the function that `fn` decorates, or None if there is none or it cannot be determined."""
     if _COMPILED in vars(fn):
         return None
     held = _held(fn)
@@ -87,7 +89,7 @@ def _below(fn: FunctionType) -> FunctionType | None:
 
 
 def _held(fn: FunctionType) -> list[FunctionType]:
-    """Return the functions that the closure of `fn` holds."""
+    """Return the functions in the closure of `fn`."""
     contents = [_content(cell) for cell in fn.__closure__ or ()]
     return [content for content in contents if isinstance(content, FunctionType)]
 
@@ -95,13 +97,13 @@ def _held(fn: FunctionType) -> list[FunctionType]:
 def _content(cell: CellType) -> object:
     try:
         contents: object = cell.cell_contents
-    except ValueError:  # empty: it is not assigned yet
+    except ValueError:  # not assigned yet
         return None
     return contents
 
 
 def _coroutine_in(path: list[FunctionType]) -> int:
-    """Return the index of the first coroutine function if all above it are plain; else 0."""
+    """Return the index of the first coroutine function, if no generator function is above it; else 0."""
     for at, fn in enumerate(path):
         if inspect.iscoroutinefunction(fn):
             return at
@@ -111,7 +113,7 @@ def _coroutine_in(path: list[FunctionType]) -> int:
 
 
 def _rebuilt(above: FunctionType, below: FunctionType, made: FunctionType) -> FunctionType:
-    """Return a copy of the wrapper `above` that calls `made` in place of `below`."""
+    """Return a copy of `above`, with stepscope's metadata, that calls `made` in place of `below`."""
     copy = _holding(above, below, made)
     shown = vars(copy).get("__wrapped__")
     wrapping.wraps(above, copy, wrapping.declared(made))
@@ -121,7 +123,7 @@ def _rebuilt(above: FunctionType, below: FunctionType, made: FunctionType) -> Fu
 
 
 def _holding(above: FunctionType, below: FunctionType, made: FunctionType) -> FunctionType:
-    """Return a copy of `above` with `made` in place of `below`."""
+    """Return a copy of `above` whose closure and `__wrapped__` have `made` in place of `below`."""
     closure = tuple(CellType(made) if _content(cell) is below else cell for cell in above.__closure__ or ())
     copy = FunctionType(above.__code__, above.__globals__, above.__name__, above.__defaults__, closure)
     copy.__kwdefaults__ = above.__kwdefaults__
@@ -134,8 +136,8 @@ def _holding(above: FunctionType, below: FunctionType, made: FunctionType) -> Fu
 
 
 def _looks_at_caller(path: list[FunctionType], at: int) -> bool:
-    """Return whether the function at index `at` of `path` inspects its caller, or calls a function that
-    does.
+    """Return whether the function at index `at` of `path`, or a function that it calls, inspects the frame of
+    its caller.
     """
     if at == len(path) - 1:
         return _looks(path[at].__code__, path[at].__globals__)
@@ -143,7 +145,7 @@ def _looks_at_caller(path: list[FunctionType], at: int) -> bool:
 
 
 def _read(fn: FunctionType, below: FunctionType, levels: int) -> Iterator[FunctionType]:
-    """Yield `fn` and the functions of its closure and module that it calls, without the decorated one."""
+    """Yield `fn` and the functions of its closure and module that it calls, except `below`."""
     yield fn
     if levels == 0:
         return
@@ -154,14 +156,14 @@ def _read(fn: FunctionType, below: FunctionType, levels: int) -> Iterator[Functi
 
 
 def _looks(code: CodeType, names: Mapping[str, object]) -> bool:
-    """Return True if a code object accesses the frame of its caller."""
+    """Return whether a code object accesses the frame of its caller."""
     if {"f_back", "getouterframes", "_getframemodulename"}.intersection(code.co_names):
         return True
     return bool({"_getframe", "stack"}.intersection(code.co_names)) and _asks(code, names)
 
 
 def _asks(code: CodeType, names: Mapping[str, object]) -> bool:
-    """Return True if a code object calls `inspect.stack`, or `sys._getframe` with a number."""
+    """Return whether a code object calls `inspect.stack`, or `sys._getframe` with an argument."""
     before, is_getting = None, False
     for instruction in dis.get_instructions(code):
         if is_getting and instruction.opname.startswith("CALL"):

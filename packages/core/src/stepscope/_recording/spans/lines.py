@@ -21,23 +21,23 @@ _encoder = msgspec.json.Encoder()
 
 
 def encoded(record: records.Header | records.End) -> bytes:
-    """Return `record` as a line."""
+    """Encode a header or an end as a line."""
     return _encoder.encode(record) + b"\n"
 
 
 def encoded_spans(batch: Sequence[Record]) -> tuple[bytes, int]:
-    """Return the lines of spans, and the number of finished spans that have none.
+    """Encode spans as lines. Return (lines, number of finished spans that could not be encoded).
 
     All spans are encoded in one call, because separate calls take twice as long.
     """
     try:
         return _encoder.encode_lines(batch), 0
-    except ours():  # one of them has a value that JSON has not
+    except ours():  # a value is not valid in JSON
         lines, lost = [], 0
         for record in batch:
             try:
                 lines.append(_line(record))
-            except ours() as error:  # one span is lost, and not all that come after it
+            except ours() as error:  # only this span is lost
                 lost += isinstance(record, records.Span)
                 failures.note("encoding a span", error)
         return b"".join(lines), lost
@@ -47,8 +47,8 @@ def _line(record: Record) -> bytes:
     try:
         return _encoder.encode(record) + b"\n"
     except ours():
-        # The values are the user's: an int beyond 64 bits, a lone surrogate, a role that is no text. The span
-        # is kept, and they are written as text.
+        # Values of the user may be an int beyond 64 bits, a lone surrogate, or a role that is not text. They
+        # are written as text.
         attrs = {_ascii(key): _ascii(attr_value(value)) for key, value in (record.attrs or {}).items()}
         stage, role = _ascii(record.stage), _ascii(record.role)
         return _encoder.encode(msgspec.structs.replace(record, attrs=attrs, stage=stage, role=role)) + b"\n"
@@ -60,11 +60,11 @@ def _ascii(value: object) -> str:
 
 
 def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSink, number: int) -> Record:
-    """Return the record of a span: an `Open` while the span runs, a `Span` after its end.
+    """Return the record of a span: `Span`, or `Open` if `end_ns` is None.
 
     Args:
         file_step: The step of the file.
-        log: The log that writes the file: the span's own, or one that took the span over.
+        log: The log that writes the file: the span's log, or a log that has taken the span over.
         number: The span's number in the file.
     """
     above = span.parent
@@ -74,7 +74,7 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSi
     else:
         parent, link, traceparent = parent_of(span, log)
     if span.caller is not None:
-        span.resolved = None  # a line written meanwhile may have kept the place of before
+        span.resolved = None  # an earlier line may have cached the old place
     role, step, policy_version, trajectory, turn = scopes.inherited(span)
     if step == file_step:
         step = None
@@ -97,8 +97,8 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSi
 
 
 def parent_of(span: Span, log: SpanSink) -> tuple[int | None, SpanLink | None, str | None]:
-    """Return the parent as (its id in this file, link to a span elsewhere, foreign `traceparent`), of which
-    at most one is not None.
+    """Return the parent as (id in this file, link to another file, `traceparent` of another tracer). At most
+    one item is not None.
     """
     scope = span.caller if span.parent is None else span.parent
     while scope is not None:

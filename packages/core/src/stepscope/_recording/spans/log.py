@@ -1,9 +1,9 @@
-"""Log of a capture's spans: live objects in memory, lines on disk a moment later.
+"""The span file of a capture. Spans are objects in memory, which a thread writes as lines.
 
-A span appends itself to its log when it opens. The recorded code waits for nothing else. A thread looks five
-times a second. A span that has closed by then becomes a `span` line. One that is still open is looked at
-again until it closes, and gets an `open` line once it has run for a second. So a hang is visible. A crash
-loses at most the spans that closed in the last fifth of a second, and those that opened in the last second.
+A span appends itself to its log when it opens; the recorded code does nothing else. A thread checks the log
+five times a second, and writes a `span` line for each span that has ended. A span that is still open gets an
+`open` line once it has run for a second, so that a hang is visible, and is checked again. A crash loses at
+most the spans that ended in the last fifth of a second, and the spans that opened in the last second.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 FLUSH_S = 0.2
 OPEN_NS = 1_000_000_000
-"""A span that is open for this long gets an `open` line. Sooner, a burst of short turns would cost two lines
-for each span."""
+"""A span that is open for this long gets an `open` line. If this were shorter, a burst of short turns would
+need two lines for each span."""
 FLUSH_NS = 10_000_000
-"""A flush stops after this time, so that writing takes at most 5 % of the GIL. The rest of a burst is written
-later."""
+"""Longest time of one flush, so that the writing thread has the GIL for at most 5 % of the time. The rest of
+a burst is written later."""
 BATCH = 500
-"""Number of spans that are encoded and written at once: about 100 KB, which stay in the processor's cache."""
+"""Number of spans that are encoded and written at once, about 100 KB, which fit into the CPU cache."""
 
 
 class SpanLog(SpanMaker):
@@ -58,7 +58,7 @@ class SpanLog(SpanMaker):
         redact: tuple[str, ...] = (),
     ) -> None:
         self._pending: deque[Span] = deque()
-        # deque.append is atomic and never blocks.
+        # deque.append is atomic and does not block.
         super().__init__(
             process=process, run_id=run_id, step=step, opened=self._pending.append, redact=redact
         )
@@ -69,24 +69,24 @@ class SpanLog(SpanMaker):
         self.failed: str | None = None
         """Reason why the file is incomplete, or None."""
         self.top_ns: dict[tuple[str, str], int] = defaultdict(int)
-        """Sum of the times of finished top spans, by role and stage."""
+        """{(role, stage): total duration of ended top-level spans}."""
         self._young: deque[Span] = deque()
-        """Spans that were open at the last look, the oldest first. Only the writing thread uses this list and
-        `_running`."""
+        """Spans without a line that were open at the last check, the oldest first. Like `_running`, used only
+        by the writing thread."""
         self._running: list[Span] = []
-        """Spans whose `open` line is written and that have not ended."""
+        """Open spans with an `open` line."""
         self._step = step
         self._file: FileIO | None = None
         self._fd = -1
         """The descriptor of the file while it is open, else -1."""
         self._size = 0
         self._anchor: ClockAnchor | None = None
-        """Clock reading at the beginning of recording, or None before it."""
+        """Clock reading at the beginning of the recording, or None before."""
         self._stop = threading.Event()
         self._writing = threading.Lock()
 
     def open(self) -> None:
-        """Create the file and start the thread, which writes nothing before `start`.
+        """Create the file and start the writing thread, which writes only after `start`.
 
         Raises:
             OSError: The file cannot be created.
@@ -98,16 +98,18 @@ class SpanLog(SpanMaker):
         except ours(OSError) as error:
             self.failed = describe(error)
             raise
-        finally:  # without a file too: the thread counts what is lost, and it does not pile up in memory
+        finally:  # also without a file, to count lost spans and free their memory
             threading.Thread(target=self._run, name="stepscope-spans", daemon=True).start()
 
     def take(self, running: Iterable[Span]) -> None:
-        """Also record these spans of another log, which run now. To be called before this log has spans."""
+        """Also record `running`, spans of another log. Call this before the log has spans."""
         self.taken = {span: next(self.ids) for span in running}
         self._young.extend(self.taken)
 
     def start(self, anchor: ClockAnchor) -> None:
-        """Begin recording at `anchor`, without waiting for the disk: the thread writes the header."""
+        """Begin recording at `anchor`. The writing thread writes the header, so the call does not wait for
+        the disk.
+        """
         self._anchor = anchor
 
     def open_spans(self) -> list[Span]:
@@ -120,11 +122,11 @@ class SpanLog(SpanMaker):
         return self._size > 0
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
-        """Write the pending spans and the end line. Spans that are still open keep their `open` lines.
+        """Write the remaining spans and the end line. A span that is still open has an `open` line.
 
-        A log that was never started leaves no file.
+        If `start` was not called, the file is removed.
         """
-        self._stop.set()  # the thread ends by itself, and writes no more
+        self._stop.set()  # the thread ends and does not write any more
         if not self._writing.acquire(timeout=timeout_s):
             self.failed = f"the disk did not take the last spans within {timeout_s:g} s"
             return
@@ -151,7 +153,7 @@ class SpanLog(SpanMaker):
         self.taken.clear()
 
     def _lost(self) -> str | None:
-        """Return the reason why the written file cannot be found, or None if it is in its place."""
+        """Return the reason if the file was removed or replaced while it was written, else None."""
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
                 return None
@@ -166,7 +168,7 @@ class SpanLog(SpanMaker):
                     self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
-        """Write spans until `until_ns`, except the youngest open ones; if `until_ns` is None, write all."""
+        """Write spans until `until_ns`, except young open spans. If `until_ns` is None, write all spans."""
         if self._anchor is None:
             return
         youngest_ns = monotonic_ns() - OPEN_NS if until_ns is not None else sys.maxsize
@@ -179,7 +181,7 @@ class SpanLog(SpanMaker):
             left -= BATCH
 
     def _write_batch(self, number: int, youngest_ns: int) -> None:
-        """Write the next `number` spans, except those that are open and began after `youngest_ns`."""
+        """Write the next `number` spans, except open spans that began after `youngest_ns`."""
         batch: list[lines.Record] = []
         finished = 0
         for _ in range(number):
@@ -215,16 +217,16 @@ class SpanLog(SpanMaker):
         self._write(text, finished - lost)
 
     def _is_of_step(self, span: Span) -> bool:
-        """Return True if a span taken from the flight recorder has ended in the step, or is of a trajectory.
-        Other spans, such as a service's main loop, say nothing about the step.
+        """Return whether a span of the flight recorder belongs to the step: it has ended in the step, or
+        belongs to a trajectory. Other spans, such as the main loop of a service, do not concern the step.
         """
         if span.end_ns is None:
             return scopes.trajectory_at(span) is not None
         return self._anchor is not None and span.end_ns > self._anchor.mono_ns
 
     def _write(self, text: bytes, finished: int) -> None:
-        """Write lines that contain `finished` ends of spans."""
-        if self._fd < 0:  # it could not be opened, which is logged
+        """Write lines, of which `finished` are ended spans."""
+        if self._fd < 0:  # the file could not be opened, which was logged
             self.dropped += finished
             return
         try:
@@ -236,9 +238,7 @@ class SpanLog(SpanMaker):
             failures.note("writing spans", error)
 
     def _look_again(self, youngest_ns: int) -> None:
-        """Queue for writing the spans that have ended since the last look, or that now need an `open`
-        line.
-        """
+        """Queue the spans that have ended since the last check, and those that now need an `open` line."""
         running, self._running = self._running, []
         for span in running:
             (self._running if span.end_ns is None else self._pending).append(span)
@@ -256,12 +256,12 @@ class SpanLog(SpanMaker):
 
 
 _cost_ns: int | None = None
-"""CPU cost of one span in this process in ns, measured once. One writer: `span_cost_ns`."""
+"""CPU time of one span in this process in ns, or None until measured. One writer: `span_cost_ns`."""
 
 
 def span_cost_ns(batches: int = 5, repeats: int = 50) -> int:
-    """Return the CPU ns of one span, including the writing thread's work: the lowest cost of a few
-    batches.
+    """Return the CPU time of one span in ns, including the writing thread's work. It is measured once, as the
+    lowest of a few batches.
     """
     global _cost_ns
     if _cost_ns is None:

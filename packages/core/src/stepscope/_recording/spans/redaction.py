@@ -1,4 +1,4 @@
-"""Attributes and errors of spans as they may be written: redacted, and bounded in size."""
+"""Attributes and errors of spans before they are written: redaction, and limits of size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from stepscope.files.values import AttrValue, attr_value
 
 MAX_KEY = 100
 MAX_COUNT = 64
-"""Largest number of attributes of a span that are written. The attribute `attributes_left_out` counts the
-others."""
+"""Largest number of attributes that are written for a span. The attribute `attributes_left_out` counts the
+rest."""
 REDACTED = "[redacted]"
 
 hook: Callable[[str, AttrValue], AttrValue] | None = None
-"""User function that gets every attribute before it is written, or None. One writer:
+"""Function of the user that is called for every attribute before it is written, or None. One writer:
 `stepscope._recording.after.hooks`."""
 
 
 def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[str, AttrValue]:
-    """Return the attributes as they may be written.
+    """Return the attributes redacted and limited.
 
     Args:
         patterns: `redact` of the configuration.
@@ -41,7 +41,7 @@ def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[s
 
 
 def error_of(text: str | None, patterns: tuple[str, ...]) -> str | None:
-    """Return an exception's text, redacted like the attribute `error`, because it may quote the user's
+    """Return the text of an exception, redacted as the attribute `error`, because it may contain the user's
     data.
     """
     if text is None or (not patterns and hook is None):
@@ -59,7 +59,7 @@ def _redacted(key: str, value: AttrValue, patterns: tuple[str, ...]) -> AttrValu
         return hook(key, value)
     except ours() as error:
         failures.note("the redact hook", error)
-        return REDACTED  # nothing allows the value to be written
+        return REDACTED  # the value might be secret
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,10 @@
-"""Results that go on after their function has returned: a coroutine or a future of a plain function.
+"""Results that continue the work of a plain function after it has returned: a coroutine or a future.
 
-`inspect` does not recognise such a function: an `async def` below a decorator, or a `def` that returns
-another function's coroutine. Its span ends when the result ends. A coroutine is replaced by one that ends the
-span, but only if it has no other reference, because it could be awaited elsewhere. A future is not replaced.
-Other awaitables, such as Ray's `ObjectRef`, cannot be followed: their span ends at the return.
+`inspect` does not recognise such functions, for example an `async def` below a decorator, or a `def` that
+returns another function's coroutine. Their span ends when the result ends. A coroutine is replaced by a
+coroutine that awaits it and ends the span, but only if there is no other reference to it, because other code
+could await it too. A future gets a callback. Other awaitables, such as Ray's `ObjectRef`, are not followed;
+the span ends when the function returns.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from asyncio import Future
 
 OVER = frozenset({NoneType, bool, int, float, str, bytes, tuple, list, dict, set, frozenset})
-"""Types of most results, which are complete when they are returned. Checked before `follow`, because it is
-fast."""
+"""Types of results that are complete when they are returned. They are checked before a call of `follow`,
+which is slower."""
 Ended: TypeAlias = Callable[[object], None]
 Coroutine: TypeAlias = "CoroutineType[Any, Any, Any]"
 
@@ -41,37 +42,39 @@ _ONE_HOLDER = _references_of_one_holder()
 
 
 def is_exclusive(references: int) -> bool:
-    """Return whether only the caller of a method holds an object, from the reference count that the method
-    sees.
+    """Return whether only the caller of a method has a reference to an object. `references` is the reference
+    count within the method.
     """
     return references <= _ONE_HOLDER
 
 
 class Begun:
-    """An `Unbegun` that has begun.
+    """An `Unbegun` whose coroutine has begun.
 
-    It has no `__del__`: Python would ignore an exception that a signal's handler raises there.
+    This class has no `__del__`, in which Python would ignore an exception that a signal handler raises.
     """
 
 
 class Unbegun(Begun):
-    """A coroutine that has not begun. If its replacement is dropped, Python warns only once."""
+    """A coroutine that has not begun. If the coroutine that replaces it is dropped, this object closes it, so
+    that Python warns only once.
+    """
 
     def __init__(self, coroutine: Coroutine, dropped: Callable[[], None]) -> None:
         """Args:
-        dropped: Called if the coroutine is dropped without having begun.
+        dropped: Called if the coroutine is dropped before it has begun.
         """
         self._coroutine: Coroutine | None = coroutine
         self._dropped = dropped
 
     def begin(self) -> Coroutine:
-        """Mark the coroutine as begun, and return it to be awaited."""
+        """Mark the coroutine as begun, and return it."""
         coroutine, self._coroutine = self._coroutine, None
         self.__class__ = Begun  # type: ignore[assignment]
         return cast(Coroutine, coroutine)
 
     def stand_in(self, made: Any) -> object:
-        """Give `made`, a coroutine that awaits this one, the name of this one, and return it."""
+        """Give `made`, the coroutine that awaits this one, the same name, and return it."""
         coroutine = cast(Coroutine, self._coroutine)
         made.__name__, made.__qualname__ = coroutine.__name__, coroutine.__qualname__
         return made
@@ -83,18 +86,18 @@ class Unbegun(Begun):
 
 
 def unbegun(result: object, is_exclusive: bool, dropped: Callable[[], None]) -> Unbegun | None:
-    """Return the coroutine in `result` if it may be replaced by one that awaits it, else None."""
+    """If `result` is a coroutine that may be replaced, return an `Unbegun` for it, else None."""
     if not (is_exclusive and isinstance(result, CoroutineType)):
         return None
     return Unbegun(result, dropped) if inspect.getcoroutinestate(result) == inspect.CORO_CREATED else None
 
 
 def follow(result: object, scope: Scope, is_exclusive: bool, ended: Ended | None = None) -> object:
-    """Return the object to return in place of a result that goes on, so that `scope` ends with it; None if
-    the result is complete.
+    """If `result` continues the work, make `scope` end with it, and return the object to return to the user
+    in its place. Return None if the result is complete.
 
     Args:
-        ended: Called in the scope with the final result of the coroutine or future. It must not raise.
+        ended: Called within the scope with the final result of the coroutine or future. It must not raise.
     """
     held = unbegun(result, is_exclusive, lambda: scope._ended(None))
     if held is not None:
@@ -126,12 +129,12 @@ async def _to_its_end(held: Unbegun, scope: Scope, ended: Ended | None) -> objec
 
 
 def _return_to(before: Scope | None, scope: Scope) -> None:
-    if current.get() is scope:  # else another task or thread closes the coroutine
+    if current.get() is scope:  # else another task or thread has closed the coroutine
         current.set(before)
 
 
 def _end_with(future: Future[object], scope: Scope, ended: Ended | None) -> None:
-    # `exception()` would take the error for handled, and asyncio would not log it.
+    # `exception()` would mark the error as retrieved, and asyncio would not log it.
     error = sys.modules["asyncio"].CancelledError() if future.cancelled() else future._exception
     try:
         if error is None and ended is not None:

@@ -1,12 +1,13 @@
 """Scopes: the innermost span, trajectory and turn of the running task.
 
-One ContextVar holds the innermost scope. Everything else is inherited along `parent` and resolved when a
-span is written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread`
-copy the context. A bare `threading.Thread` starts without one (before Python 3.14): hand it a `carrier()`
+A ContextVar has the innermost scope. Other values are inherited along `parent` and resolved when a span is
+written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the
+context. A plain `threading.Thread` starts with an empty context (before Python 3.14): pass it a `carrier()`
 and `attach` it there.
 
-A scope is entered once, as in OpenTelemetry. Leaving it puts its parent back. The token of `ContextVar.set`
-would do so too, but keeping it would give the garbage collector one more object for each open scope.
+A scope can be entered once, as in OpenTelemetry. Leaving it sets the ContextVar to its parent. The token of
+`ContextVar.set` is not used for that, because it would be one more object for the garbage collector for each
+open scope.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
-# Looked up once: agent loops enter a scope for each turn, captured or not.
+# Looked up once for speed, because agent loops enter a scope for each turn, captured or not.
 _current, _enter = current.get, current.set
 
 
 class _Left:
-    """An awaitable that is complete at once."""
+    """An awaitable that completes at once."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
@@ -44,7 +45,7 @@ _LEFT = _Left()
 
 
 class Scope:
-    """One level of context. A field that is None is inherited from `parent`."""
+    """One level of context. Fields that are None are inherited from `parent`."""
 
     role: str | None = None
     step: int | None = None
@@ -57,11 +58,11 @@ class Scope:
 
     if TYPE_CHECKING:
         entered: bool
-        """True once the scope was entered. A span derives this from its start."""
+        """True once the scope was entered. Spans use `start_ns` instead."""
         parent: Scope | None
         resolved: Inherited | None
         turns: Iterator[int] | None
-        """Counter of the turns without a given index, if the scope is a trajectory."""
+        """Counter for turns without an index, if the scope is a trajectory."""
     else:
         __slots__ = ()
 
@@ -74,7 +75,7 @@ class Scope:
         try:
             _enter(self)
             return self
-        except BaseException:  # of a signal's handler: nobody leaves what was not entered
+        except BaseException:  # raised by a signal handler: `with` does not leave what was not entered
             _enter(self.parent)
             raise
 
@@ -86,13 +87,13 @@ class Scope:
                 _enter(self.parent)
             else:
                 self._leave(error)
-        except BaseException:  # of a signal's handler
+        except BaseException:  # raised by a signal handler
             self._leave(error)
             raise
 
     def hand_on(self) -> None:
-        """Leave the scopes of the running task, but go on: the span ends later, with the call's result, in
-        any task.
+        """Leave the scope in the running task, without ending the span, which ends later with the call's
+        result, in any task.
         """
         if _current() is self:
             _enter(self.parent)
@@ -100,7 +101,8 @@ class Scope:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    # No coroutine: that would leave the scope when it is awaited, which an exception may keep from happening.
+    # Not an `async def`, which would leave the scope only when it is awaited. An exception could prevent
+    # that.
     def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Awaitable[None]:
@@ -110,7 +112,7 @@ class Scope:
             self.__exit__(kind, error, trace)
 
     def refuse_entry(self) -> Self:
-        """Record that this scope was entered before. Its second block runs untimed."""
+        """Record an error, because this scope was entered before. The second block is not recorded."""
         name = getattr(self, "stage", "place")
         fix = "write span(...), trajectory(...), turn(...) or attach(...) in each `with`"
         error = CaptureError(f"{name!r} is entered a second time, and is one stretch of work. Fix: {fix}")
@@ -118,27 +120,30 @@ class Scope:
         return self
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave this scope and the scopes inside it, if the running task or thread is in this scope."""
+        """Leave this scope and the scopes within it. If another task or thread is in this scope, only record
+        its end.
+        """
         scope = innermost = _current()
         while scope is not None and scope is not self:
             scope = scope.parent
-        if scope is None:  # closed by another task or thread (an async generator finalised by the loop)
+        # In another task or thread, for example an async generator that the event loop finalises.
+        if scope is None:
             self._ended_elsewhere(error)
             return
         _enter(self.parent)
         while error is not None and innermost is not None and innermost is not self:
-            innermost._ended_elsewhere(error)  # it was not left: the error came up before it could be
+            innermost._ended_elsewhere(error)  # an error prevented its exit
             innermost = innermost.parent
         self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
-        """Record the end of a span; do nothing for other scopes."""
+        """Record the end of a span. Do nothing for other scopes."""
 
     def _ended_elsewhere(self, error: BaseException | None) -> None:
-        """Record the end of a span whose task or thread is not the running one, without leaving scopes."""
+        """Record the end of a span without leaving scopes, because another task or thread is in them."""
 
     def set(self, **attrs: AttrValue) -> None:
-        """Add attributes to the span; do nothing without a capture."""
+        """Add attributes to the span. Do nothing without a capture."""
 
     def add(
         self,
@@ -149,40 +154,38 @@ class Scope:
         role: str | None = None,
         attrs: Mapping[str, AttrValue] | None = None,
     ) -> None:
-        """Add a finished span below this one: work that an engine or a service has timed.
+        """Add a finished child span, for work that an engine or a service has measured.
 
-        Without a capture there is no span and this does nothing.
+        Without a capture, do nothing.
 
         Args:
-            start_ns: Of this host's CLOCK_MONOTONIC, as `time.monotonic_ns()`.
-            end_ns: The end, on the same clock.
+            start_ns: Start, on the clock of `time.monotonic_ns()` of this host.
+            end_ns: End, on the same clock.
         """
 
     def reference(self) -> SpanLink | None:
-        """Return the recorded span of this scope as a link for other processes and steps, or None if there is
-        none.
-        """
+        """Return a link to the recorded span of this scope, for other processes and steps, or None."""
         return None
 
     def run_of_reference(self) -> str | None:
-        """Return the id of the run that the span in `reference` belongs to, or None if it is not known."""
+        """Return the run id of the span in `reference`, or None if unknown."""
         return None
 
     def traceparent(self) -> str | None:
-        """Return the W3C trace context of the span in `reference`, or of another tracer's span; None if there
-        is neither.
+        """Return the W3C trace context of the span in `reference`, or of a span of another tracer, or
+        None.
         """
         return None
 
     def hang_below(self, place: Place, process: str) -> bool:
-        """Make this a child of the caller's span if its body attached the caller's carrier. Return whether it
-        is one.
+        """Make this span a child of the caller's span, after the code in the span attached the caller's
+        carrier. Return whether it is a child.
         """
         return False
 
 
 class Placing(TypedDict, total=False):
-    """The fields of a scope that state its place, as keyword arguments."""
+    """Keyword arguments that set the place of a span."""
 
     step: int | None
     policy_version: int | None
@@ -191,22 +194,22 @@ class Placing(TypedDict, total=False):
 
 
 class UncapturedTurn(Scope):
-    """A turn outside of captures. If a capture opens during the turn, its spans still get the turn.
+    """A turn without a capture. Spans of a capture that opens during the turn have its number.
 
-    Like `Span` it has no `__init__`: `api.turn` sets its fields.
+    Like `Span`, it has no `__init__`, for speed; `api.turn` sets its fields.
     """
 
     __slots__ = ("entered", "parent", "policy_version", "resolved", "turn")
 
 
 class UncapturedTrajectory(Scope):
-    """A trajectory outside of captures, like `UncapturedTurn`. `api.trajectory` makes it."""
+    """A trajectory without a capture, like `UncapturedTurn`. `api.trajectory` sets its fields."""
 
     __slots__ = ("entered", "parent", "policy_version", "resolved", "step", "trajectory", "turns")
 
 
 class Place(Scope):
-    """A scope that states a place but is not recorded itself, such as an attached carrier."""
+    """A scope that sets a place and is not recorded, such as an attached carrier."""
 
     __slots__ = (
         "context", "entered", "link", "parent", "policy_version", "resolved", "step", "trajectory", "turn",
@@ -242,30 +245,31 @@ class Place(Scope):
         return self.context
 
     def caller(self) -> Place:
-        """Return a copy of the place without its parent scope, so that spans are in no reference cycle."""
+        """Return a copy of the place without its parent scope, so that spans are not part of a reference
+        cycle.
+        """
         return Place(link=self.link, context=self.context, trajectory=self.trajectory, turn=self.turn)
 
     def equals(self, other: Place) -> bool:
-        """Return True if both places came from carriers of the same caller."""
+        """Return whether both places are from carriers of the same caller."""
         own = (self.link, self.context, self.trajectory, self.turn)
         return own == (other.link, other.context, other.trajectory, other.turn)
 
 
 NOWHERE = Place()
-"""Stands for the caller of a span whose body attached carriers of several callers."""
+"""The caller of a span in which carriers of several callers were attached."""
 
 Inherited: TypeAlias = "tuple[str | None, int | None, int | None, str | None, int | None]"
-"""Role, step, policy version, trajectory and turn of a scope, those of the scopes above it included.
+"""(role, step, policy version, trajectory, turn) of a scope, including inherited values.
 
-A plain tuple, because the garbage collector looks at one once and never again.
-"""
+A plain tuple, because the garbage collector stops tracking tuples of such values."""
 
 _NOTHING: Inherited = (None, None, None, None, None)
 
 
 def inherited(scope: Scope | None) -> Inherited:
-    """Return the inherited fields of `scope`, and cache them there, so that a child only looks at its
-    parent.
+    """Return the fields of `scope` with inherited values, and cache them in the scope, so that a child reads
+    only its parent.
     """
     if scope is None:
         return _NOTHING
@@ -278,8 +282,8 @@ def inherited(scope: Scope | None) -> Inherited:
 
 
 def _resolved(scope: Scope) -> Inherited:
-    """Return what `inherited` does when no scope above has a cache yet. The chain may be long, so this is a
-    loop.
+    """Return `inherited(scope)` if the scopes above have no cached fields yet. This is a loop, because the
+    chain may be long.
     """
     chain = [scope]
     while (parent := chain[-1].parent) is not None and parent.resolved is None:
@@ -299,7 +303,7 @@ def _inside(scope: Scope, fields: Inherited) -> Inherited:
     if scope.policy_version is not None:
         policy_version = scope.policy_version
     if scope.trajectory is not None:
-        # A turn belongs to its trajectory: another trajectory does not inherit it.
+        # Another trajectory does not inherit the turn.
         trajectory, turn = bounded(scope.trajectory), None
     if scope.turn is not None:
         turn = scope.turn
@@ -307,10 +311,10 @@ def _inside(scope: Scope, fields: Inherited) -> Inherited:
 
 
 class Mark:
-    """A position in the scopes of a task or thread, to return to.
+    """A mark of the current scope of a task or thread, to return to it later.
 
-    Python looks for signals before the first line of `__exit__`. If a handler raises there, the scope stays
-    entered. Returning to an earlier mark leaves such a scope.
+    If a signal handler raises before the first line of `__exit__`, the scope stays entered. Returning to an
+    earlier mark leaves such a scope.
     """
 
     __slots__ = ("_scope", "_token")
@@ -320,7 +324,7 @@ class Mark:
         self._token: Token[Scope | None] | None = _enter(self._scope)
 
     def leave_inner(self) -> None:
-        """Leave the scopes that this task or thread entered inside the marked one since the mark."""
+        """Leave the scopes that this task or thread has entered since the mark."""
         token, self._token = self._token, None
         scope = _current()
         if scope is self._scope:
@@ -332,11 +336,11 @@ class Mark:
         try:
             current.reset(token)
         except ours(ValueError):
-            pass  # the mark is of another task or thread
+            pass  # the mark was made in another task or thread
 
 
 def role_at(scope: Scope | None) -> str | None:
-    """Return the role that applies at `scope`, or None if no scope sets one."""
+    """Return the role at `scope`, or None if no scope sets a role."""
     role, *_ = inherited(scope)
     return role
 
@@ -347,7 +351,7 @@ def trajectory_at(scope: Scope | None) -> str | None:
 
 
 def next_turn() -> int | None:
-    """Return the next turn number, from 0, of the trajectory that the running task is in; None outside of
+    """Return the next turn number, counted from 0, of the enclosing trajectory, or None outside of
     trajectories.
     """
     scope = current.get()
@@ -361,7 +365,7 @@ def next_turn() -> int | None:
 
 
 class _Off(Scope):
-    """Shared replacement for a span that is not recorded. It does nothing."""
+    """A replacement for a span that is not recorded. It does nothing."""
 
     __slots__ = ()
 
@@ -375,4 +379,4 @@ class _Off(Scope):
 
 
 OFF = _Off()
-"""Shared span used without a capture, and for calls whose span could not be opened."""
+"""The span that is used without a capture, and for calls whose span could not be opened."""

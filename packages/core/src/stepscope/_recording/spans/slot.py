@@ -1,9 +1,9 @@
-"""Process-wide slot that holds the recorder of this process: a capture's session, or the flight recorder
-between captures.
+"""Process-wide variables for what records this process: a capture's session, or the flight recorder between
+captures.
 
-Profilers are process-wide, so the slot is too. `_recording.session.activation` is its only writer. All others
-read it through the module (`slot.active`) and never import the name: cloudpickle copies a global by value,
-and a copy would never switch on.
+`_recording.session.activation` is the only writer of `active` and `recorder`. Read them through the module
+(`slot.active`), and do not import the names, because cloudpickle copies globals by value, and a copy would
+never change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SpanFactory(Protocol):
-    """A span log, as code that opens spans needs it. Wrappers also call its `begin`."""
+    """A span log, with the methods that code which opens spans needs. Wrappers also call its `begin`."""
 
     def new(
         self,
@@ -32,23 +32,24 @@ class SpanFactory(Protocol):
         trajectory: str | None = None,
         turn: int | None = None,
     ) -> Scope:
-        """Return a span to enter once. The last four parameters set the span's place."""
+        """Return a new span, which can be entered once. The last four parameters set its place."""
         ...
 
     def open_spans(self) -> Sequence[Span]:
-        """Return the spans that have not ended, the oldest first."""
+        """Return the open spans, the oldest first."""
         ...
 
     def take(self, running: Iterable[Span]) -> None:
-        """Also record these spans of another log, which are running."""
+        """Also record `running`, spans of another log."""
         ...
 
 
 class ActiveSession(Protocol):
-    """A session or the flight recorder, as the recorded code needs it."""
+    """A session or the flight recorder, with the methods that the recorded code needs."""
 
     calls_attrs: bool
-    """True if the `attrs` functions of `profile_step` are called, which is during captures."""
+    """True if `attrs` functions of `profile_step` are called: in a session, and not in the flight
+    recorder."""
 
     @property
     def log(self) -> SpanFactory: ...
@@ -65,53 +66,55 @@ class ActiveSession(Protocol):
         ...
 
     def advance(self) -> None:
-        """Move the profiler's schedule forward by one mini-batch."""
+        """Advance the profiler's schedule by one mini-batch."""
         ...
 
 
 class FlightRecorder(ActiveSession, Protocol):
-    """The flight recorder, as seen by code that requests its steps."""
+    """The flight recorder, with the methods that code which requests its steps needs."""
 
     def write_last(self, number: int) -> list[int]:
-        """Write the last steps that have ended, and return those that were not written before."""
+        """Write the last `number` ended steps, and return the numbers of the steps that were not written
+        before.
+        """
         ...
 
     def note_tokens(self, counts: Mapping[str, int]) -> None:
-        """Add tokens to the line of the step that runs, while a capture records that step."""
+        """Add tokens to the line of the running step, which a capture records."""
         ...
 
 
 class Visit(Protocol):
-    """The work that code of this process does for a step that another process captures."""
+    """Spans of this process for a step that another process captures."""
 
     def left(self) -> None:
-        """Write the spans soon. Called when code leaves an attached carrier of the step."""
+        """Queue a write of the spans. Called when code leaves an attached carrier of the step."""
         ...
 
 
 class Visitor(Protocol):
-    """Finds the step that work under an attached carrier is for."""
+    """A function that is called when a carrier is attached in a process without a capture."""
 
     def __call__(self, caller: str, run_id: str, step: int) -> Visit | None:
-        """Return the visit of a process that no capture records, or None if the step is not captured.
+        """Return the visit for the carrier's step, or None if the step is not captured.
 
         Args:
             caller: `ProcessInfo.key` of the process that made the carrier.
-            run_id: Run of that process.
-            step: Step of the span that the carrier names.
+            run_id: Run id of that process.
+            step: Step of the carrier's span.
         """
         ...
 
 
 active: ActiveSession | None = None
-"""The session or flight recorder that records now, or None."""
+"""The session or flight recorder that is recording, or None."""
 recorder: FlightRecorder | None = None
-"""The flight recorder, which is active while no session is, or None if it is off."""
+"""The flight recorder, which is active if no session is; None if it is off."""
 visit: Visitor | None = None
-"""Called when a carrier is attached in a process without a capture. None before `configure`, its only
-writer."""
+"""Called when a carrier is attached in a process without a capture; None before `configure`. One writer:
+`configure`."""
 
 
 def session() -> ActiveSession | None:
-    """Return the session of the capture that records this process, or None without a capture."""
+    """Return the session of the open capture, or None without a capture."""
     return None if active is recorder else active

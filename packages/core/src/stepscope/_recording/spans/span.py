@@ -1,4 +1,4 @@
-"""Spans while they are open: live objects that their log writes a moment later."""
+"""`Span`: a span in memory, which its log writes later."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ if TYPE_CHECKING:
 
 
 class SpanSink(Protocol):
-    """The part of a log that its spans use."""
+    """A log, with the attributes that its spans need."""
 
     process: ProcessInfo
     run_id: str
     step: int | None
     ids: Iterator[int]
     redact: tuple[str, ...]
-    """Patterns of attributes whose values are not written."""
+    """`redact` of the configuration."""
     trace: SpanIds
     roles: set[str]
-    """Roles of the spans written so far."""
+    """Roles of all spans written so far."""
     opened: Callable[[Span], None]
-    """Called by a span when it opens."""
+    """Called with each span that opens."""
     taken: dict[Span, int]
-    """{span: its number in this log's file}, for the spans that another log began and that were running when
-    they were handed over."""
+    """{span of another log, which was running when this log took it over: its number in this log's file}."""
 
 
 threads: deque[int] = deque(maxlen=64)
-"""Native ids of the threads that opened their first span in this process last."""
+"""Native ids of the last threads that have opened a first span in this process."""
 
 
 class _Thread(threading.local):
-    """Cached native id of the running thread. Asking the kernel takes 0.2 us of a span's 1.0 us."""
+    """Cache of the running thread's native id, because a query of the kernel takes 0.2 us, and a span takes
+    1.0 us.
+    """
 
     def __init__(self) -> None:
         self.id = get_native_id()
@@ -59,16 +60,16 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-fork.forgets("native id of the thread", thread.__init__)  # type: ignore[misc]  # the child has one thread
-# Looked up once: a span that goes through `current` for each of them takes a twentieth longer.
+fork.forgets("native id of the thread", thread.__init__)  # type: ignore[misc]  # a forked child has one thread
+# Looked up once, because attribute access on `current` would make a span 5 % slower.
 _current, _enter, _reset = current.get, current.set, current.reset
 
 
 class Span(msgspec.Struct, Scope, gc=False, eq=False):
-    """One recorded stretch of code. `SpanMaker.new` makes it; `SpanMaker.begin` makes and enters it.
+    """One span. `SpanMaker.new` makes it, and `SpanMaker.begin` makes and enters it.
 
-    A struct without garbage collection, because the collector would walk through all open spans again and
-    again, which is the largest cost in a loop of 20,000 trajectories. So no span may be part of a reference
+    Spans are not tracked by the garbage collector, because walking through all open spans again and again
+    would be the largest cost in a loop of 20,000 trajectories. So a span must not be part of a reference
     cycle.
     """
 
@@ -84,17 +85,19 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     thread: int = 0
     id: int = 0
     start_ns: int = 0
-    """Start of the span (CLOCK_MONOTONIC), or 0 before it is entered."""
+    """Start of the span (CLOCK_MONOTONIC), or 0 before the span is entered."""
     end_ns: int | None = None
     error: str | None = None
     token: Token[Scope | None] | None = None
-    """Token that leaves a top span, valid only in the task that entered the span; None in other spans."""
+    """Token that leaves a span without a parent, valid only in the task that entered the span; None in other
+    spans."""
     caller: Place | None = None
-    """Place of the caller above a top span (`hang_below`), or None if no carrier was attached in the span."""
+    """Place of the caller of a span without a parent, whose carrier was attached in the span (`hang_below`),
+    or None."""
     resolved: Inherited | None = None
     turns: Iterator[int] | None = None
 
-    __repr__ = object.__repr__  # a struct's would print all spans above it, and its log
+    __repr__ = object.__repr__  # the repr of a struct would print all parents and the log
 
     def __enter__(self) -> Self:
         if self.start_ns:
@@ -110,12 +113,14 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
                 self.token = token
             log.opened(self)
             return self
-        except BaseException as error:  # of a signal's handler: nobody leaves what was not entered
+        except (
+            BaseException
+        ) as error:  # raised by a signal handler: `with` does not leave what was not entered
             self.not_entered(error)
             raise
 
     def not_entered(self, error: BaseException) -> None:
-        """Leave the span again, because an exception was raised while it was entered."""
+        """Leave and end the span, after an exception was raised while entering it."""
         _enter(self.parent)
         self._ended(error)
 
@@ -129,16 +134,16 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
                 return
             token, self.token = self.token, None
             try:
-                _enter(self.parent) if token is None else _reset(token)  # a reset costs less
-            except ours(ValueError):  # in a copy of the context that entered it
+                _enter(self.parent) if token is None else _reset(token)  # a reset is cheaper
+            except ours(ValueError):  # in a copy of the context
                 _enter(None)
             if error is not None:
                 try:
                     self.error = outcome_of(error)
-                except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
+                except RecursionError:  # no depth left for the call
                     self.error = type(error).__name__
-            self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
-        except BaseException as thrown:  # of a signal's handler
+            self.end_ns = end_ns  # set last, because the writing thread takes a span with an end as complete
+        except BaseException as thrown:  # raised by a signal handler
             self._leave(error or thrown)
             raise
 
@@ -157,7 +162,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             self._ended(error)
 
     def set(self, **attrs: AttrValue) -> None:
-        """Add attributes; later values win."""
+        """Add attributes. Later values replace earlier ones."""
         new = attr_values(attrs)
         self.attrs = {**self.attrs, **new} if self.attrs else new
 
@@ -173,14 +178,13 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         _append(self.log, stage, role, attrs, self, start_ns, max(start_ns, end_ns))
 
     def hang_below(self, place: Place, process: str) -> bool:
-        """Make a top span a child of the caller whose carrier its body attaches, unless it has another
-        caller.
+        """Make a span without a parent a child of the caller whose carrier is attached in it.
 
-        The caller is written in the end line, because an `open` line may be on disk already. If the body
-        attaches carriers of several callers, the span is a child of none of them.
+        The caller is written in the `span` line, because an `open` line may already be on disk. If carriers
+        of several callers are attached, the span has no parent.
 
         Args:
-            process: Name of the carrier's process, or the end of that name.
+            process: `ProcessInfo.key` of the carrier's process, or the end of the key.
         """
         if self.token is None or self.log.process.key.endswith(process):
             return False
@@ -195,7 +199,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         return self.caller is not NOWHERE
 
     def _is_of_this_task(self) -> bool:
-        """Return True if the running task entered this span, and not a task whose context the running one
+        """Return whether the running task has entered this span, and not another task whose context was
         copied.
         """
         here = _current()
@@ -217,13 +221,14 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         return self.log.trace.traceparent(self.id)
 
 
-# A struct's own assignment takes twice as long. Python takes the plain one only once the class is made.
+# `object`'s assignment of attributes is twice as fast as a struct's. It can be set only after the class is
+# made.
 for _name in ("__delattr__", "__setattr__"):
     setattr(Span, _name, getattr(object, _name))
 
 
 def mark(log: SpanSink, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
-    """Record a span without length as a child of the running span."""
+    """Record a span of zero length as a child of the current span."""
     now_ns = monotonic_ns()
     record(log, stage, attrs, now_ns, now_ns, **place)
 
@@ -243,7 +248,7 @@ def record(
     end_ns: int,
     **place: Unpack[Placing],
 ) -> None:
-    """Record a finished span as a child of the running span."""
+    """Record a finished span as a child of the current span."""
     _append(log, stage, None, attrs, _current(), start_ns, end_ns, **place)
 
 

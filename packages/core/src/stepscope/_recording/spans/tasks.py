@@ -1,4 +1,4 @@
-"""Asyncio tasks of this process: the spans that they run in, their position in the code, and their waits."""
+"""Asyncio tasks of this process: their spans, their position in the code, and what they wait for."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from stepscope.files.states import Frame, Task
 from stepscope.files.values import MAX_TEXT, bounded
 
 DEPTH = 40
-"""Number of frames of a stack that a state holds, the innermost ones."""
+"""Largest number of frames of a stack in a state. The innermost frames are kept."""
 _TRIES = 10
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
-"""Types of awaited objects that show the object that they wrap only to the garbage collector, as the first
-referent."""
+"""Types of awaited objects that wrap another awaitable, which is only accessible as their first referent in
+the garbage collector."""
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
 _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 _HOLDERS = {"_wait": "fs", "wait_for": "fut", "__aexit__": "self"}
-"""{function of asyncio that awaits a bare future: variable that holds the futures it stands for}."""
+"""{function of asyncio that awaits an internal future: its local variable with the futures that it waits
+for}."""
 
 Place: TypeAlias = "tuple[CodeType, int] | None"
-"""The innermost code of a task, and its line."""
+"""(innermost code object of a task, line), or None."""
 
 
 def all_tasks(loops: Iterable[Any]) -> list[Any]:
-    """Return the tasks of all event loops that Python knows, including ended ones.
+    """Return the tasks of all event loops, including tasks that are done.
 
     Args:
-        loops: Event loops that were found otherwise, because Python 3.14 has no list of all tasks.
+        loops: All event loops. Needed for Python 3.14, which has no list of all tasks.
     """
     module: Any = sys.modules.get("asyncio.tasks")
     if module is None:
@@ -42,7 +43,8 @@ def all_tasks(loops: Iterable[Any]) -> list[Any]:
     known: Any = getattr(module, "_all_tasks", None)
     if known is None:
         known = getattr(module, "_scheduled_tasks", ())
-    # One step of the interpreter, so that no task begins or ends meanwhile; a WeakSet is walked in many.
+    # list() of the WeakSet's data is atomic, so that no task begins or ends meanwhile. An iteration of the
+    # WeakSet is not.
     tasks = [task for item in list(getattr(known, "data", known)) if (task := item()) is not None]
     eager = _copied(getattr(module, "_eager_tasks", ()))
     if sys.version_info >= (3, 14):
@@ -54,18 +56,18 @@ def _copied(items: Iterable[Any]) -> list[Any]:
     for _ in range(_TRIES):
         try:
             return list(items)
-        except ours(RuntimeError):  # it changed meanwhile
+        except ours(RuntimeError):  # changed meanwhile
             continue
     return []
 
 
 def current_task(loop: Any) -> Any:
-    """Return the task that a loop runs at this moment, or None."""
+    """Return the running task of a loop, or None."""
     return sys.modules["asyncio.tasks"].current_task(loop)
 
 
 def span_of(task: Any) -> Span | None:
-    """Return the innermost open span that a task runs in."""
+    """Return the innermost open span of a task, or None."""
     context = _context_of(task)
     scope = None if context is None else context.get(scopes.current)
     while scope is not None and not isinstance(scope, Span):
@@ -76,7 +78,8 @@ def span_of(task: Any) -> Span | None:
 def _context_of(task: Any) -> Context | None:
     if hasattr(task, "get_context"):
         return cast(Context, task.get_context())
-    # Before Python 3.12 no method tells it, and the garbage collector sees it in a task that is written in C.
+    # Before Python 3.12, tasks have no such method. The context is an attribute, or in a C task only a
+    # referent.
     for item in gc.get_referents(task):
         if type(item) is Context:
             return item
@@ -90,7 +93,7 @@ def place_of(task: Any) -> Place:
         inner, awaited = awaited, awaited.cr_await
     frame = None if inner is None else inner.cr_frame
     if awaited is not None and type(awaited).__name__ != "FutureIter":
-        for frame, _ in _chain(awaited):  # noqa: B007 - the last one counts
+        for frame, _ in _chain(awaited):  # noqa: B007 - the last frame is used
             pass
     return None if frame is None else (frame.f_code, frame.f_lineno or 0)
 
@@ -99,7 +102,7 @@ def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
     """Return the state of a task.
 
     Args:
-        number: Returns the number of a span in the state, or None if the state does not have the span.
+        number: Returns the number of a span in the state, or None if the span is not in the state.
     """
     chain = list(_chain(task.get_coro()))
     awaits = "" if not chain or chain[-1][1] is None else f"{type(chain[-1][1]).__name__}"[:MAX_TEXT]
@@ -125,13 +128,11 @@ def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
 def frame_of(frame: FrameType) -> Frame:
     return Frame(
         frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name
-    )  # None in made-up frames
+    )  # None in artificial frames
 
 
 def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:
-    """Yield (frame, object that it awaits) for a coroutine and the coroutines that it awaits, the outermost
-    first.
-    """
+    """Yield (frame, awaited object) for a coroutine, the coroutine that it awaits, and so on."""
     awaited = coroutine
     for _ in range(DEPTH):
         if type(awaited).__name__ in _WRAPPERS:
@@ -140,15 +141,16 @@ def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:
         following = next((getattr(awaited, name) for name in _AWAITED if hasattr(awaited, name)), None)
         if frame is not None:
             yield frame, following
-        elif following is None:  # not so of a coroutine that is written in C, as Ray's around methods
+        elif following is None:  # a coroutine in C, as of Ray's methods, has no frame but awaits
             return
         awaited = following
 
 
 def _source_of(waiter: Any) -> Any:
-    """Return the future that ends `waiter`, if `asyncio.wrap_future` or `asyncio.shield` made it; else None.
+    """If `asyncio.wrap_future` or `asyncio.shield` has made `waiter`, return the future that ends it; else
+    None.
 
-    Both keep that future only in a callback.
+    Both functions reference that future only in a callback.
     """
     for callback, *_ in getattr(waiter, "_callbacks", None) or ():
         for cell in getattr(callback, "__closure__", None) or ():
@@ -163,7 +165,7 @@ def _source_of(waiter: Any) -> Any:
 
 
 def _is_threads(source: object) -> bool:
-    """Return whether an object is a future of `concurrent.futures`, which a thread, a process or Ray
+    """Return whether an object is a `concurrent.futures.Future`, which a thread, a process or Ray
     completes.
     """
     return hasattr(source, "set_running_or_notify_cancel")
@@ -181,7 +183,7 @@ def _awaited(waiter: Any, frame: FrameType | None) -> Iterator[Any]:
         held = frame.f_locals.get(_HOLDERS.get(frame.f_code.co_name, ""), waiter)
         found = _copied(getattr(held, "_tasks", held if isinstance(held, (set, list)) else [held]))
     for item in found:
-        # Those of asyncio.gather are the children of one future.
+        # `asyncio.gather` waits for one future with children.
         for future in getattr(item, "_children", [item]):
             if hasattr(future, "get_coro") and not future.done():
                 yield future

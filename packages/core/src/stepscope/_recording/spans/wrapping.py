@@ -1,12 +1,13 @@
-"""Wrappers in place of functions, for `profile_step` and `instrument`, generated for the signature of each.
+"""Wrappers of functions, for `profile_step` and `instrument`. Their source is generated for each signature.
 
-Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls `fn(self, batch,
-lr=lr)` costs less than a `*args, **kwargs` closure while nothing is recorded, raises the user's TypeErrors
-where the user expects them, and has a code object with the arguments and kind that other code inspects.
+This is how dataclasses generate `__init__`. A `def wrapper(self, batch, *, lr)` that calls
+`fn(self, batch, lr=lr)` is faster than a `*args, **kwargs` closure while nothing is recorded, raises
+TypeErrors for wrong arguments where the user expects them, and has a code object with the arguments and the
+kind that other code inspects.
 
-The closure of a wrapper is pickled with it when its class travels by value (Ray): the function, the declared
-arguments, and the module `slot` and functions that read it, by reference. A name imported *from* that module
-would be copied, and a copy never switches on.
+If Ray pickles a class by value, the closures of its wrappers are pickled too: the function, the declared
+arguments, and by reference the module `slot` and functions that read it. A name imported *from* `slot` would
+be copied, and a copy would never change.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from stepscope.errors import ours
 from stepscope.files.values import AttrValue, attr_values
 
 declared_roles: set[str] = set()
-"""The roles that functions of this process were decorated with. One writer: `wrap`."""
+"""Roles of the decorated functions of this process. Writers: `wrap`, and `instrument.calls`."""
 
 Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
 
 
 class Declared:
-    """The arguments of `profile_step`. The wrapper carries them as `__stepscope__`."""
+    """The arguments of `profile_step`, which the wrapper has as `__stepscope__`."""
 
     __slots__ = ("attrs", "is_async", "role", "stage")
 
     off = OFF
-    """The span of a generator while nothing is captured."""
+    """The span of a generator while nothing is recorded."""
     over = results.OVER
     """Types of results that are complete when they are returned."""
 
     def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
         self.role = role
-        """The role; None for the role of the enclosing span, else of the process."""
+        """The role, or None for the role of the enclosing span or the process."""
         self.stage = stage
         self.attrs = attrs
         self.is_async = is_async
 
     @uncompiled
     def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
-        """Return the result of the user's `attrs` function for a call; None if it fails."""
+        """Return the result of the user's `attrs` function for a call, or None if it raises."""
         compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
         try:
             attrs = compute(*args, **kwargs)
@@ -63,10 +64,10 @@ class Declared:
 
     @uncompiled
     def follow(self, span: Scope, result: object) -> object:
-        """Return the object to return in place of a result that goes on, so that `span` ends with it; None if
-        the result is complete.
+        """If `result` continues the call, make `span` end with it, and return the object to return to the
+        user in its place. Return None if the result is complete.
 
-        A generator is timed per resumption from here on, and `span`, which timed the call, ends.
+        For a generator, `span` ends, and each resumption is recorded from now on.
         """
         is_exclusive = results.is_exclusive(sys.getrefcount(result))
         if span is OFF:
@@ -82,11 +83,10 @@ class Declared:
             return None
 
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
-        """Resume an async generator for the first time, hidden from the event loop.
+        """Resume an async generator for the first time, without telling the event loop.
 
-        When an event loop ends, it closes all generators that it knows at once. It knows the wrapper, which
-        closes the inner generator. If the loop closed the inner one as well, that would raise "already
-        running".
+        An event loop that ends closes all generators that it knows concurrently. It knows the wrapper, which
+        closes the inner generator. If it closed the inner generator too, this would raise "already running".
         """
         first_iteration = sys.get_asyncgen_hooks().firstiter
         sys.set_asyncgen_hooks(firstiter=None)
@@ -103,14 +103,15 @@ _Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, 
 
 
 class Attributes(dict[str, object]):
-    """The `__dict__` of a wrapper. `functools.wraps` copies only the user's own attributes from it.
+    """The `__dict__` of a wrapper, from which `functools.wraps` copies only the user's attributes.
 
-    Copies of stepscope's attributes would refer to functions that are pickled by value, with the globals of
-    their module, since Ray wraps each method of an actor. A wrapper that is pickled by value itself keeps its
-    attributes, because its closure holds those functions anyway.
+    Ray wraps each method of an actor and pickles it by value. If stepscope's attributes were copied to Ray's
+    wrappers, the functions that they refer to would be pickled too, with the globals of their module. A
+    stepscope wrapper that is pickled by value keeps its attributes, because its closure refers to these
+    functions anyway.
     """
 
-    def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys cannot be made
+    def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys has no constructor
         return self.copy().keys()
 
     def __iter__(self) -> Iterator[str]:
@@ -120,16 +121,17 @@ class Attributes(dict[str, object]):
         return {name: value for name, value in self.items() if name not in _OURS}
 
     def __reduce__(self) -> tuple[type[dict[str, object]], tuple[dict[str, object]]]:
-        return dict, ({name: value for name, value in self.items()},)  # noqa: C416 # dict() asks for keys
+        return dict, ({name: value for name, value in self.items()},)  # noqa: C416 # dict() would call keys()
 
 
 def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
     """Return `wrapper` with the metadata of `fn` and the declared arguments."""
     functools.update_wrapper(wrapper, fn)
     attributes = Attributes(vars(wrapper))
-    # Of a decorator, `__wrapped__` is the way around it: `step.__wrapped__` is `step` without its no_grad.
+    # `__wrapped__` of the original stays: for a decorated `step`, `step.__wrapped__` is `step` without its
+    # no_grad.
     attributes.update(vars(fn))
-    attributes.pop(compiled.INLINED, None)  # `fn` may be what torch.compile returned
+    attributes.pop(compiled.INLINED, None)  # set if torch.compile returned `fn`
     if declared is not None:
         attributes[_DECLARED] = declared
     wrapper.__dict__ = attributes
@@ -137,19 +139,19 @@ def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
 
 
 def declared(member: object) -> Declared | None:
-    """Return the arguments of `profile_step` for a function or method, below any other decorators; None if
-    there are none.
+    """Return the arguments of `profile_step` for a function or method, also below other decorators; None if
+    it is not decorated.
     """
     return cast("Declared | None", _nearest(member, _DECLARED))
 
 
 def mark_replacement(wrapper: Callable[..., object]) -> None:
-    """Mark `wrapper` as the replacement of a function that is not decorated with `profile_step`."""
+    """Mark `wrapper` as a function that `instrument` has made."""
     vars(wrapper)[_REPLACES] = True
 
 
 def is_replacement(member: object) -> bool:
-    """Return whether `instrument` made this function or method, also below other decorators."""
+    """Return whether `instrument` has made this function or method, also below other decorators."""
     return _nearest(member, _REPLACES) is True
 
 
@@ -157,16 +159,14 @@ def _nearest(member: object, attribute: str) -> object:
     wrapper: Any = getattr(member, "__func__", member)
     try:
         wrapper = inspect.unwrap(wrapper, stop=lambda inner: attribute in getattr(inner, "__dict__", ()))
-    except ValueError:  # wrappers in a circle
+    except ValueError:  # a cycle of wrappers
         return None
     return getattr(wrapper, "__dict__", {}).get(attribute)
 
 
-# The function is called at one place in each branch, and nothing of ours can fail around it (`begin` and
-# `__exit__` see to that): it runs exactly once.
-#
-# torch.compile cannot split a function inside of `try`. Where the user's function breaks its graph, it leaves
-# the wrapper to Python, so that the call is timed.
+# In each branch the user's function is called at one place, and `begin` and `__exit__` do not raise, so the
+# function runs exactly once. torch.compile cannot split a function within `try`. So if the user's function
+# breaks the graph, the wrapper runs as ordinary Python, and the call is recorded.
 _CALL = """
 {async_}def wrapper({params}):
     __session = __recording()
@@ -185,7 +185,7 @@ _CALL = """
         raise
     return __result
 """
-# A function that is no `async def` may return a coroutine: an `async def` below a decorator, for example.
+# A plain function may return a coroutine, for example a decorator above an `async def`.
 _GOES_ON = """
         if type(__result) not in __declared.over:
             __rest = __declared.follow(__span, __result)
@@ -193,14 +193,13 @@ _GOES_ON = """
                 return __rest
 """
 
-# One span per resumption, closed before the `yield`: the consumer's time is not the generator's, and
-# whoever resumes or closes it next may be another task. The slot is read at every resumption: a generator
-# may outlive many captures. While suspended, the frame holds neither the yielded value (hence the list) nor
-# an exception that was thrown in (whose traceback holds the frame). GeneratorExit is how a generator is
-# closed early: not an error of the span.
-#
-# While nothing is captured, only the loop at the top runs. An exception there is of the inner generator if
-# that has ended. Otherwise the consumer threw it in.
+# Each resumption has a span, which ends before the `yield`, because the consumer's time does not belong to
+# the generator, and another task may resume or close it next. `slot.active` is read at every resumption,
+# because a generator may last longer than a capture. While the generator is suspended, its frame must not
+# reference the yielded value (hence the list), nor an exception that was thrown in, whose traceback
+# references the frame. GeneratorExit closes a generator early and is not an error of the span. While nothing
+# is recorded, only the loop at the top runs. An exception there was raised by the inner generator if it has
+# ended; otherwise the consumer has thrown it in.
 _GENERATOR = """
 {async_}def wrapper({params}):
     __inner = __fn({call})
@@ -265,18 +264,20 @@ _ASEND = {
     "send": "asend",
     "throw": "athrow",
     "frame": "ag_frame",
-    "rest": "",  # torch compiles no async generator
+    "rest": "",  # torch does not compile async generators
     "end": "StopAsyncIteration",
     "returned": "",
 }
 
 
 _READING = {"slot": slot, "recording": compiled.recording, "is_compiled": compiled.is_compiled}
-"""Names in the closures of wrappers, through which they read the slot."""
+"""{name in the closure of a wrapper: object through which it reads `slot.active`}."""
 
 
 def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs | None) -> FunctionType:
-    """Return a function of `fn`'s kind, signature and metadata that times it during a capture."""
+    """Return a wrapper of `fn`, of the same kind and with the same signature and metadata, that records
+    calls.
+    """
     template, pieces = _kind(fn)
     declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
     if role is not None:
@@ -288,14 +289,14 @@ def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs 
 
 
 def calling(fn: FunctionType, template: str, goes_on: str, always: bool, **names: object) -> FunctionType:
-    """Return a function of the same kind and signature as `fn`, with another body. `fn` must be no generator
-    function.
+    """Return a function of the same kind and signature as `fn`, with another body. `fn` must not be a
+    generator function.
 
     Args:
-        template: The source, like `_CALL`. Its globals are `__fn`, `__is_off`, and `names` with two
+        template: The source, like `_CALL`. It may use `__fn`, `__is_off`, and each name of `names` with two
             underscores in front.
-        goes_on: The part of the source that is used only for plain functions, which may return a coroutine.
-        always: True if the function is used without a capture too, and is skipped only in compiled code.
+        goes_on: A part of the source for plain functions only, which may return a coroutine.
+        always: True if the body runs without a capture too, and is skipped only in compiled code.
     """
     pieces = _ASYNC if inspect.iscoroutinefunction(fn) else {**_SYNC, "goes_on": goes_on}
     is_off = compiled.is_compiled if always else compiled.is_idle
@@ -303,12 +304,12 @@ def calling(fn: FunctionType, template: str, goes_on: str, always: bool, **names
 
 
 def is_generator(fn: FunctionType) -> bool:
-    """Return whether each call of `fn` makes a generator, async or not."""
+    """Return whether `fn` is a generator function, sync or async."""
     return inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
 
 
 def _resumed(inner: _Generator, declared: Declared) -> object:
-    """Return a generator that times the resumptions of `inner`."""
+    """Return a generator that records each resumption of `inner`."""
     resuming = _resuming(isinstance(inner, AsyncGeneratorType))
     made: Any = resuming(lambda given: given, declared, *_READING.values())(inner)
     made.__name__, made.__qualname__ = inner.__name__, inner.__qualname__
@@ -333,12 +334,12 @@ def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
 
 
 class _Signature(NamedTuple):
-    """A signature as pieces of source, each parameter with a comma behind it."""
+    """A signature as pieces of source code. Each parameter is followed by a comma."""
 
     params: str
-    """Parameters as declared, for example `a, /, b, *c, d, **e`."""
+    """Declared parameters, for example `a, /, b, *c, d, **e`."""
     call: str
-    """Arguments of a call that passes all parameters on, for example `a, b, *c, d=d, **e`."""
+    """Arguments of a call with all parameters, for example `a, b, *c, d=d, **e`."""
     args: str
     """Positional arguments only, for example `a, b, *c`."""
     kwargs: str
@@ -346,8 +347,8 @@ class _Signature(NamedTuple):
 
     @classmethod
     def of(cls, code: CodeType) -> _Signature:
-        """Read the signature from the code object, because `inspect.signature` would follow the claim of a
-        decorator below.
+        """Read the signature from the code object, because `inspect.signature` would return the signature of
+        a decorated function.
         """
         taken = iter(code.co_varnames)
         args = [f"{name}, " for name in itertools.islice(taken, code.co_argcount)]
@@ -355,13 +356,13 @@ class _Signature(NamedTuple):
         star = f"*{next(taken)}, " if code.co_flags & inspect.CO_VARARGS else ""
         stars = f"**{next(taken)}, " if code.co_flags & inspect.CO_VARKEYWORDS else ""
         if any(name.lstrip("*").startswith("__") for name in (*args, *only, star, stars)):
-            # The templates' own names begin so.
+            # Names in the templates begin like this.
             return cls("*__args, **__kwargs", "*__args, **__kwargs", "*__args, ", "**__kwargs")
         slash = ["/, "] if code.co_posonlyargcount else []
         params = [*args[: code.co_posonlyargcount], *slash, *args[code.co_posonlyargcount :]]
         params += [star or ("*, " if only else ""), *(f"{name}, " for name in only), stars]
         return cls(
-            params="".join(params).removesuffix(", "),  # the grammar allows no comma behind **e
+            params="".join(params).removesuffix(", "),  # Python does not allow a comma after **e
             call="".join([*args, star, *(f"{name}={name}, " for name in only), stars]),
             args="".join([*args, star]),
             kwargs="".join([*(f"{name!r}: {name}, " for name in only), stars]),
@@ -369,16 +370,16 @@ class _Signature(NamedTuple):
 
 
 def _of(fn: FunctionType, template: str, **pieces: str) -> str:
-    """Return the template with the signature of `fn`, and `pieces`, filled in."""
+    """Fill the signature of `fn` and `pieces` into the template."""
     return template.format(**_Signature.of(fn.__code__)._asdict(), **pieces)
 
 
 def _build(fn: FunctionType, source: str, names: Mapping[str, object]) -> FunctionType:
-    """Return the function `wrapper` of the source, with the metadata of `fn`. Its globals are `names` with
-    two underscores in front.
+    """Compile the source and return its function `wrapper`, with the name, defaults and globals of `fn`.
+    `names` are free variables of the source, with two underscores in front.
     """
     built = _factory(source, f"{fn.__module__}.{fn.__qualname__}", tuple(names))(*names.values())
-    # With the function's own globals, where FastAPI and others look up annotations that are strings.
+    # The globals are those of `fn`, in which FastAPI and others look up annotations that are strings.
     code = built.__code__.replace(co_name=fn.__name__)
     wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
     wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
@@ -394,15 +395,15 @@ def _factory(source: str, name: str, names: tuple[str, ...]) -> Callable[..., Fu
 
 
 def _register(source: str, name: str) -> str:
-    """Register generated source so that tracebacks, `inspect` and pdb find it. Return its file name."""
+    """Register generated source so that tracebacks, `inspect` and pdb find it, and return its file name."""
     lines = source.splitlines(keepends=True)
     names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
     files = (f"<profile_step {name}>" for name in names)
-    # A function that is decorated again needs no second copy; another one of the same name does.
+    # Equal source shares a file name. Different source of a function with the same name gets another.
     return next(file for file in files if _cached(file, source, lines) == lines)
 
 
 def _cached(file: str, source: str, lines: list[str]) -> object:
-    """Return the lines registered under the name `file`, which become `lines` if there were none."""
+    """Return the lines that are registered for `file`. If there are none, register `lines`."""
     entry = linecache.cache.setdefault(file, (len(source), None, lines, file))
     return entry[2] if len(entry) == 4 else None
