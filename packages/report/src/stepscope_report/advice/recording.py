@@ -240,7 +240,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
     if stalled_ns and stalled_ns * 2 >= baseline.excess_ns:
         why_slow = _write_less(evidence)
     elif slow and _has_a_cause(evidence, baseline.excess_ns):
-        return None  # the first line says it, and it is not the capture
+        return None  # the report's first line names this cause, and the capture is not to blame
     else:
         why_slow = _slowed(evidence)
     return Advice(
@@ -301,7 +301,7 @@ def _recorded(evidence: Evidence, process: str | None) -> list[Profiled]:
 def is_stalled(evidence: Evidence) -> bool:
     """Return True if engines served nothing for a tenth of the step because their own profilers wrote.
 
-    Also True if no span names the engine that the work of that time waited for, so that it is uncertain.
+    Work whose spans name no engine counts as if it had waited for these engines.
     """
     return evidence.breakdown.stalled_most_ns * 10 >= max(evidence.breakdown.window_ns, 1)
 
@@ -323,7 +323,8 @@ def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, .
     """Return sentences on how long engines served nothing because their profilers wrote.
 
     Args:
-        took_ns: Duration of the step, to state the duration without that time. None to leave that out.
+        took_ns: Duration of the step. A sentence then states the duration without this time. None for no
+            such sentence.
     """
     sure_ns, most_ns = evidence.breakdown.stalled_ns, evidence.breakdown.stalled_most_ns
     without = "" if took_ns is None else f". Without that it took {duration(took_ns - sure_ns)}"

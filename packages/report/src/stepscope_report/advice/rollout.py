@@ -123,8 +123,8 @@ def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
 
 
 def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
-    """Advise if trajectories that began before the step ran on for 2 % of the step. They must be at most a
-    tenth of the trajectories that the step consumes, of which there must be at least three.
+    """Advise if trajectories that began before the step ran on for 2 % of the step. No advice if these are
+    over a tenth of the trajectories that the step consumes, or if the step consumes fewer than three.
     """
     late = tail.late
     if late is None or tail.consumed < ENOUGH or late.trajectories > -(-tail.consumed // 10):
@@ -301,8 +301,8 @@ def _in_trajectories(
     do: str,
     saves_ns: int | None,
 ) -> Advice | None:
-    """Advise if the calls of some stages took a fifth of the trajectories' total time, and would save 2 % of
-    the step. If the saving is unknown, the first condition is enough.
+    """Advise if the calls of some stages took a fifth of the trajectories' total time, and faster calls would
+    save 2 % of the step. If the saving is unknown, the first condition is enough.
 
     Args:
         counts: True for stages whose calls count.
@@ -334,8 +334,8 @@ def _in_trajectories(
 def prefill_alone(evidence: Evidence) -> Advice | None:
     """Advise if an engine only prefilled for a quarter of its recorded time.
 
-    Recordings of less than half of the rollout are not used. The first passes of a rollout are prefills, and
-    `by_stage` records as many passes of one kind as of the other.
+    Recordings of less than half of the rollout are not used: the first passes of a rollout are prefills, and
+    `by_stage` records as many prefill passes as decode passes.
     """
     rows = [
         row

@@ -82,7 +82,8 @@ OF_GAPS = (
 )
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _LOOP = 5
-"""Number of gaps per step, by the same call at the same place, from which the call is in a loop."""
+"""Number of gaps per step, by the same call at the same place, from which advice says that the call is in a
+loop."""
 
 
 def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:

@@ -295,8 +295,8 @@ def _read(
 
 
 def say_pages(pages: Pages) -> bool:
-    """Print the paths of the pages, the run's page first, and pages that could not be written. Return True if
-    there are any of the latter.
+    """Print the paths of the written pages, the run's page first, and the pages that could not be written.
+    Return True if a page could not be written.
     """
     if pages.written:
         *others, first = pages.written

@@ -180,7 +180,7 @@ def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset
     or by their exit.
 
     Args:
-        by_a_budget: Return only those whose recording a budget ended.
+        by_a_budget: Return only the processes whose recording a budget ended.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     latest = {part.process.key: part for part in sorted(parts, key=lambda part: part.opened.wall_ns)}
@@ -269,7 +269,7 @@ def _runs_ahead(timeline: Timeline) -> list[Span]:
 
 
 def _notes(timeline: Timeline) -> tuple[str, ...]:
-    """Return the notes of the manifest, and one on trajectories that went on, if any did."""
+    """Return the manifest's notes, and a note on trajectories that went on when the capture closed."""
     ahead = {span.trajectory for span in _runs_ahead(timeline)}
     notes = () if timeline.manifest is None else tuple(timeline.manifest.notes())
     went_on = f"{count(len(ahead), 'trajectory')} went on when the capture closed"

@@ -192,8 +192,8 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int = 0
     """Number of cancelled trajectories. They are in no other number here."""
     cancelled_after_ns: int = 0
-    """Time from the end of the last trajectory that was not cancelled to the end of the last cancelled one. 0
-    if the latter ended first."""
+    """Time from the end of the last other trajectory to the end of the last cancelled trajectory. 0 if the
+    cancelled trajectory ended first."""
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
     """Part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or
@@ -545,7 +545,7 @@ def tail_sentences(tail: LongTail) -> list[str]:
 
 
 def _say_held(tail: LongTail) -> str:
-    """Return a sentence on how long the other trajectories waited for the last ones."""
+    """Return a sentence on how long the other trajectories waited for the last trajectories."""
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
     share = percent_of(tail.held_ns, tail.rollout_ns)

@@ -370,8 +370,8 @@ def _devices(rows: Sequence[DeviceRow]) -> TextTable:
 
 
 def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
-    """Yield a sentence for each of up to `most` devices, and one for the rest. If there are more, the least
-    busy devices come first.
+    """Yield a sentence for each of up to `most` devices, and one sentence for all other devices. If there are
+    more than `most` devices, the least busy ones come first.
     """
     ordered, _ = least_busy_first(rows, most)
     for row in ordered[:most]:
@@ -448,7 +448,7 @@ def no_device_list(rows: Sequence[NoDevice]) -> Listing:
 
 
 def _say_no_device(row: NoDevice) -> str:
-    """Return one line of that list: `actor 0, and 3 more: the configuration records the CPU
+    """Return one line of `no_device_list`: `actor 0, and 3 more: the configuration records the CPU
     alone. Fix: ...`.
     """
     first, *others = row.processes

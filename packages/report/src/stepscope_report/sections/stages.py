@@ -122,10 +122,9 @@ def stage_times(timeline: Timeline) -> Table[Stage]:
 
 
 def waits_below(timeline: Timeline) -> Mapping[int, Sequence[Pair]]:
-    """Return {`id()` of a span: times in which calls inside wait and none works}, within its process and
-    thread.
+    """Return {`id()` of a span: times at which calls inside the span waited and none worked}.
 
-    Only innermost calls count, because time between them is the span's own work.
+    Only innermost calls of the span's own thread count, because the time between them is the span's own work.
     """
     leaves = set(range(len(timeline.spans))) - {span.parent for span in timeline.spans}
     waits: dict[int, list[Pair]] = defaultdict(list)
@@ -343,7 +342,8 @@ def ratio(value: float | None) -> str:
 NUMBERED = 8
 """Largest number of processes for which each cell shows its number."""
 CELLS = 512
-"""Largest number of cells in a row. Of more processes, every k-th and the slowest have a cell."""
+"""Largest number of cells in a row. If there are more processes, every k-th and the slowest process have a
+cell."""
 _STEPS = 5
 """Number of shades on each side of the median, one for each 10 %: the CSS classes `h-5` to `h5`."""
 

@@ -48,8 +48,8 @@ class StaleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """Number of trajectories that this step consumes: those named by `consume`, or without any, those of the
-    step's spans."""
+    """Number of trajectories that this step consumes: the trajectories named by `consume`. If none is named,
+    the trajectories of the step's spans."""
     policy_version: int | None
     """Highest version of the weights that a trajectory is trained under. None if unknown."""
     steps: Lag | None

@@ -82,7 +82,7 @@ class Hardware:
         return Devices(len(ranks), "rank") if ranks else Devices(len(processes), "process")
 
     def of_rollout(self, engines: Sequence[Engine]) -> Devices | None:
-        """Return the devices of the engines; without engines, those of the processes that generate."""
+        """Return the devices of the engines, or of the processes that generate if there are no engines."""
         timeline = self._timeline
         numbers = {engine.number for engine in engines if engine.number is not None}
         numbers |= {
@@ -263,8 +263,8 @@ def _stated(span: Span, name: str = "tokens") -> int | None:
 
 
 _OTHER_MODELS = ROLLOUT_ROLES | {"critic"}
-"""Roles whose FLOPs do not follow from `flops_per_token`, because they run another model or do more work than
-their tokens say."""
+"""Roles whose FLOPs do not follow from `flops_per_token`, because they run a different model or do more work
+per token."""
 _TFLOPS = {
     # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
     # nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf

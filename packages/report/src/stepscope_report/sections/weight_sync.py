@@ -35,7 +35,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     """Number of calls that ended."""
     since_ns: int | None
-    """Start of the first call in ns after the capture opened. None if no such clock is aligned."""
+    """Start of the first call in ns after the capture opened. None if no caller's clock is aligned."""
     active_ns: int
     """Time in which at least one call ran in a process with an aligned clock, in ns."""
     max_ns: int | None

@@ -287,8 +287,11 @@ class Predicting:
         _check_tokens(step, self._calls)
 
     def predict(self, options: Options) -> Prediction:
-        """Return the predicted duration with the changes of `options`. Raises the errors of the function
-        `predict`.
+        """Return the predicted duration with the changes of `options`.
+
+        Raises:
+            ConfigError: an option is wrong, or cannot apply to the step.
+            RecordError: the replay does not fit the step, or cannot predict the change.
         """
         changes = changes_of(options, self._step)
         service, work, unchanged = self._fitting

@@ -69,7 +69,7 @@ class Kind(NamedTuple):
 
 
 class Times(NamedTuple):
-    """One collective on one host, unix ns of its wall clock."""
+    """Times of one collective on one host, in unix ns of the host's wall clock."""
 
     entered_ns: int
     """Time at which the last of its ranks entered."""

@@ -33,8 +33,8 @@ _OWN = "\0stepscope"
 _BESIDE = "\0beside"
 """The key of further lines of threads; no file has such a pid either."""
 _FURTHER = 1 << 30
-"""Number of further pids, which begin above all pids of Linux and are shared equally by the rows. All are
-below 2^31, as Perfetto's own format requires."""
+"""Number of additional pids, which all rows share equally. They lie above all pids of Linux and below 2^31,
+as Perfetto's own format requires."""
 _OF_A_ROW = 1 << 11
 """Number of tids that a row has for itself; further ones may also occur in other rows."""
 

@@ -404,7 +404,7 @@ def _decoder(
     Args:
         times: The first accepted time, and the first time beyond the last accepted one.
         each_time: Whether the keys of times are marked.
-        ids: The lowest marked id, and the first beyond the highest.
+        ids: The lowest marked id, and the highest marked id plus 1.
     """
     pid: Any = Literal[pids]
     tid: Any = Literal[tids]
