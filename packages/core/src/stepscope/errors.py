@@ -12,7 +12,7 @@ StepscopeError
 
 VerlDifference (UserWarning)            a setting of verl's that means something else here, or nothing
 
-`ours` and `is_users` tell failures of stepscope from exceptions that are meant for the user's code.
+`ours` and `is_users` distinguish errors of stepscope from exceptions that are meant for the user's code.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EngineError(StepscopeError, RuntimeError):
 
 
 class RecordError(StepscopeError, ValueError):
-    """A file whose content is not what its name says."""
+    """A file whose content does not match its name."""
 
 
 class VerlDifference(UserWarning):

@@ -1,13 +1,13 @@
-"""Recording in the user's processes, in ten rooms. Each imports only rooms below it.
+"""Recording in the user's processes: nine packages and a module. Each imports only from the ones below.
 
-capture     the driver's calls: capture(), prepare(), configure(), and what became of a step
+capture     calls of the training loop: capture(), prepare(), configure(), and the result of a step
 fanout      the other processes of a capture: Ray workers, inference engines
-after       work on the files once they are there: hooks, programs, the command
-recorder    the last steps in memory, written as steps when a trigger asks
+after       work after a capture, once its files are written: hooks, the user's command, figures
+recorder    the flight recorder: spans of the last steps in memory, written upon a trigger
 session     one captured step in one process
-instrument  code that is not edited: patches, and the steps that they mark
-counters    what a thread samples meanwhile: the process, its host, its devices
-spans       what the user's code touches while it runs
-output      files that leave this process besides spans
-process     this process: its identity, its clock, its forks, its failures, its end
+instrument  functions recorded without an edit of their source, and calls that begin and end steps
+counters    values that a thread samples: of the process, its host, its devices
+spans       the functions with which user code records spans, and the span file
+output      files other than spans: the part of the manifest, and recordings
+process     facts and services of this process: identity, private loop, forks, errors, exit
 """

@@ -181,7 +181,7 @@ class NsysBackend:
         return _Range(library, f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        """End the recording. nsys converts it into the report while the training goes on."""
+        """End the recording. nsys converts it into the report while the training continues."""
         if self._window is None or PROCESS_LOCK.holder is None or self._starting is None:
             self._give_back()
             return []  # not started, or a forked child: the window belongs to the parent

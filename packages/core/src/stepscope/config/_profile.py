@@ -40,8 +40,8 @@ Record: TypeAlias = Literal["off", "spans"]
 
 
 class UnnamedPath(str):
-    """The default of `save_path`. This type tells the default from a path that was set; the flight recorder
-    writes only to a path that was set.
+    """The type of the default of `save_path`. It distinguishes the default from a path that was set, because
+    the flight recorder writes only to a path that was set.
     """
 
     __slots__ = ()

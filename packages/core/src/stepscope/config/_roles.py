@@ -96,7 +96,7 @@ def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
                 raise ConfigError(field, pattern, "role names and globs, as text", "put the name in quotes")
             if given is not None and not isinstance(given, Mapping | RoleConfig):
                 raise _short_form(pattern, given, dotted(field, pattern))
-            roles[pattern] = take(RoleConfig, given, dotted(field, pattern))  # type: ignore[assignment]  # by kind
+            roles[pattern] = take(RoleConfig, given, dotted(field, pattern))  # type: ignore[assignment]  # of type `kind`
     mistakes.raise_any()
     _check_reachable(list(roles), field)
     return roles

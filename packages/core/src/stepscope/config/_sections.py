@@ -40,7 +40,7 @@ def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
     for item in items or []:
         convert(Activity, item, field)
     listed = value if items is None else items
-    taken: tuple[Activity, ...] = convert(tuple[Activity, ...], listed, field)  # type: ignore[assignment]  # by kind
+    taken: tuple[Activity, ...] = convert(tuple[Activity, ...], listed, field)  # type: ignore[assignment]  # of type `kind`
     if len(set(taken)) < len(taken):
         raise ConfigError(field, value, "each activity once", f"write {list(dict.fromkeys(taken))}")
     return taken
@@ -48,7 +48,7 @@ def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
 
 def _parse_triggers(value: object, field: str) -> tuple[Trigger, ...]:
     listed = items_of(value)
-    taken: tuple[Trigger, ...] = convert(tuple[Trigger, ...], value if listed is None else listed, field)  # type: ignore[assignment]  # by kind
+    taken: tuple[Trigger, ...] = convert(tuple[Trigger, ...], value if listed is None else listed, field)  # type: ignore[assignment]  # of type `kind`
     return tuple(dict.fromkeys(taken))
 
 
@@ -126,7 +126,7 @@ class NsysConfig(Section, frozen=True, kw_only=True):
     trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
     """Value of nsys' `--trace`. Spans become markers only with `nvtx`. `osrt` and `python-gil` cost most."""
     report_seconds: Seconds = 120
-    """Longest time for nsys to write a window's report. The training goes on meanwhile."""
+    """Longest time for nsys to write a window's report. The training continues meanwhile."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
     """Further options of nsys: {long name: value}. Options of `nsys start`, such as `sample`, apply to each
     window; options of `nsys launch` go into its `runtime_env` and `command`."""
@@ -137,7 +137,7 @@ def parse_counters(value: object, field: str) -> CountersConfig:
     word = value.lower() if isinstance(value, str) else value
     if word is False or word == "off":
         return CountersConfig(hz=0)
-    return take(CountersConfig, value, field)  # type: ignore[return-value]  # by kind
+    return take(CountersConfig, value, field)  # type: ignore[return-value]  # of type `kind`
 
 
 class CountersConfig(Section, frozen=True, kw_only=True):
@@ -309,13 +309,13 @@ def _parse_contents(value: object, field: str) -> tuple[NpuContent, ...]:
         return _DEFAULT_CONTENTS  # type: ignore[return-value]  # two of the literals
     for item in items or []:
         convert(NpuContent, item, field)
-    taken: tuple[NpuContent, ...] = convert(tuple[NpuContent, ...], items or value, field)  # type: ignore[assignment]  # by kind
+    taken: tuple[NpuContent, ...] = convert(tuple[NpuContent, ...], items or value, field)  # type: ignore[assignment]  # of type `kind`
     return tuple(dict.fromkeys(taken))
 
 
 def _parse_domains(value: object, field: str) -> tuple[str, ...]:
     items = items_of(value)
-    taken: tuple[str, ...] = convert(tuple[str, ...], value if items is None else items, field)  # type: ignore[assignment]  # by kind
+    taken: tuple[str, ...] = convert(tuple[str, ...], value if items is None else items, field)  # type: ignore[assignment]  # of type `kind`
     if any(not name.strip() for name in taken):
         raise ConfigError(field, value, "names of mstx domains", "take the empty name out")
     return taken

@@ -72,7 +72,7 @@ _ALLOWED = f"steps from 0: {SPELLINGS}"
 
 
 class StepRange(msgspec.Struct, frozen=True):
-    """Steps start, start+stride, ... below stop. `stop=None` is open-ended."""
+    """The steps `range(start, stop, stride)`; without an end where `stop` is None."""
 
     start: int
     stop: int | None

@@ -1,4 +1,4 @@
-"""Figures of a step: those that a report computes (`scalars_<run>.json`), and those that the trainer logs
+"""Figures of a step: figures of a report (`scalars_<run>.json`), and numbers that the trainer logs
 (`metrics_<run>.json`).
 """
 

@@ -111,7 +111,7 @@ def on_report(hook: ReportHook) -> ReportHook:
 
     `scalars.values` is {name: value} (`stage/<role>/<stage>_seconds`...) of step `scalars.step`, for example
     to log them. A separate process computes the figures once all files are written. Register the hook before
-    the capture opens. Hooks run as those of `on_artifact`.
+    the capture opens. The hook runs on the same thread as `on_artifact` hooks.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.

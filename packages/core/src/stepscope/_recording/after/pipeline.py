@@ -241,7 +241,7 @@ def end(reason: str, deadline_s: float, *, patient: bool) -> None:
         for late in _commands.unfinished():
             late.give_up(f"unfinished at the end: {reason}")
         _commands.drain(1)  # until the manifest has the outcome
-    _leave_hooks(reason, 1)  # hooks of the last figures
+    _leave_hooks(reason, 1)  # `on_report` hooks, for figures that have come meanwhile
 
 
 def _leave_hooks(reason: str, timeout_s: float) -> None:

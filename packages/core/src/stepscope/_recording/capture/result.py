@@ -182,8 +182,8 @@ def on_capture(hook: CaptureHook) -> CaptureHook:
     """Call `hook(cap.result)` after each capture that this process opened, once the files of this process are
     written or have failed.
 
-    Workers may still be writing their files; `result.wait()` waits for them. Hooks run as those of
-    `on_artifact`.
+    Workers may still be writing their files; `result.wait()` waits for them. The hook runs on the same thread
+    as `on_artifact` hooks.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.

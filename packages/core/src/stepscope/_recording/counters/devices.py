@@ -1,4 +1,4 @@
-"""Counters of the host's devices, and the counters of NVIDIA GPUs. `dcmi` has those of NPUs.
+"""The base of counters of devices, and the counters of NVIDIA GPUs. `dcmi` has the counters of Ascend NPUs.
 
 GPUs are queried through NVML (the package nvidia-ml-py, whose module is `pynvml`), which does not create a
 CUDA context. It lists every GPU of the host or container, with the numbers that `nvidia-smi` shows, and

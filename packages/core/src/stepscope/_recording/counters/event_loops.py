@@ -38,7 +38,7 @@ LOOKS = 8
 """Number of spans after each tick whose event loop is looked up. Other spans have no extra cost."""
 MOST_LOOPS = 16
 _MOST_PLACES = 32
-"""Largest number of places of a loop that are told apart."""
+"""Largest number of places of a loop that are distinguished."""
 
 
 class LoopFinder(SpanObserver):

@@ -201,7 +201,7 @@ def _oldest(versions: Any) -> Number | None:
 
 
 def name_of(value: object) -> str:
-    """Return a text or a whole number as a name, cut to 128 characters.
+    """Return a text or an integer as a name, cut to 128 characters.
 
     Raises:
         LookupError: `value` is something else, or empty text.

@@ -41,8 +41,8 @@ OPENER = "stepscope._recording.capture.unedited"
 """Module whose `new_capture` makes the captures. It is imported by name when a step begins, because it
 imports this package, and most processes do not begin steps.
 
-The name is a constant, because a Ray worker that unpickles a wrapper with its class needs it without any
-configuration."""
+The name is a constant and not a registered object, because a Ray worker gets wrappers by unpickling, before
+stepscope is configured in it."""
 
 
 class Boundary(NamedTuple):

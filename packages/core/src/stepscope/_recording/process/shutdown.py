@@ -87,7 +87,7 @@ def on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def close_everything(ending: Ending, deadline_s: float) -> None:
-    """Call all registered functions, which close what is open and write files."""
+    """Call all registered functions, which close captures, recorders and files."""
     for name, (_, close) in sorted(_closers.items(), key=lambda item: item[1][0]):
         try:
             close(ending, deadline_s)

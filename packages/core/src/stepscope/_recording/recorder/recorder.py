@@ -291,7 +291,7 @@ class Recorder:
         return [step.number for step in taken]
 
     def _take(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-        """Mark steps as written, and return those that were not. The caller must write the returned steps."""
+        """Return the steps that are not written yet, and mark them as written. The caller must write them."""
         with self._taking:
             taken = [step for step in steps if not step.is_written]
             for step in taken:

@@ -75,7 +75,7 @@ _BLOCKED_S = 0.1
 _ASK_S = 0.5
 """Longest wait for a library that may block."""
 _BITE_S = 0.004
-"""Time of work without a pause. Python itself lets a thread that holds the interpreter run on for 5 ms."""
+"""Time of work between two pauses. Without pauses, Python lets a thread keep the interpreter for 5 ms."""
 _REST_S = 0.0005
 """Length of a pause, in which another thread may take the interpreter and keep it until it waits."""
 _BATCH = 20

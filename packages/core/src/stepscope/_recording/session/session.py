@@ -149,7 +149,7 @@ class Session:
         """Clock reading at which the close began."""
         self._hardware: Hardware | None = None
         self._is_awaited = False
-        """True once exports were told to wait until the caller's code continues."""
+        """True once the exporter was asked to wait until the caller's code continues."""
         self._handed_back = threading.Event()
         self._closed = False
 

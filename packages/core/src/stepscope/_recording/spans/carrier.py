@@ -230,7 +230,7 @@ class Attached(Place):
             if self._run_id is not None and slot.session() is None:
                 self._begin_visit(self._run_id)
             return self
-        except BaseException:  # raised by a signal handler: `with` does not leave what was not entered
+        except BaseException:  # raised by a signal handler; `with` will not leave this scope
             self._leave(None)
             raise
 

@@ -1,7 +1,8 @@
 """Spans of collectives: calls of torch's process groups by Python code, and waits for these calls.
 
-The methods of `ProcessGroup` and `Work` are replaced, and not the functions of `torch.distributed`: programs
-import those by name, and torch.compile knows them by identity. So FSDP is seen too, and compiled code is not.
+Methods of `ProcessGroup` and `Work` are replaced. Functions of `torch.distributed` are not, because programs
+import them by name and torch.compile recognises them by identity. So collectives of FSDP are recorded too,
+and collectives in compiled code are not.
 
 If the calling thread waits at once, the span lasts from the call to the end of the wait. For a call with
 `async_op=True`, the span is only the wait, and its attribute `issued_ns` is the time from the call to the

@@ -37,7 +37,7 @@ def encoded_spans(batch: Sequence[Record]) -> tuple[bytes, int]:
         for record in batch:
             try:
                 lines.append(_line(record))
-            except ours() as error:  # only this span is lost
+            except ours() as error:  # only this span is lost, not the batch
                 lost += isinstance(record, records.Span)
                 failures.note("encoding a span", error)
         return b"".join(lines), lost

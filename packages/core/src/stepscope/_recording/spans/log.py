@@ -207,7 +207,7 @@ class SpanLog(SpanMaker):
                 batch.append(record)
                 if is_own and record.parent is None and record.link is None and end_ns is not None:
                     self.top_ns[record.role, record.stage] += end_ns - span.start_ns
-            except ours() as error:  # one span is lost, and not all that come after it
+            except ours() as error:  # only this span is lost
                 self.dropped += over
                 failures.note("encoding a span", error)
                 continue

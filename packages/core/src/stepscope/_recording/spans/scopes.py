@@ -75,7 +75,7 @@ class Scope:
         try:
             _enter(self)
             return self
-        except BaseException:  # raised by a signal handler: `with` does not leave what was not entered
+        except BaseException:  # raised by a signal handler; `with` will not leave this scope
             _enter(self.parent)
             raise
 
@@ -126,7 +126,7 @@ class Scope:
         scope = innermost = _current()
         while scope is not None and scope is not self:
             scope = scope.parent
-        # In another task or thread, for example an async generator that the event loop finalises.
+        # None in another task or thread, for example an async generator that the event loop finalises.
         if scope is None:
             self._ended_elsewhere(error)
             return

@@ -1,5 +1,5 @@
-"""Process-wide variables for what records this process: a capture's session, or the flight recorder between
-captures.
+"""Process-wide variables: the session of the open capture, or between captures the flight recorder, which
+record spans.
 
 `_recording.session.activation` is the only writer of `active` and `recorder`. Read them through the module
 (`slot.active`), and do not import the names, because cloudpickle copies globals by value, and a copy would

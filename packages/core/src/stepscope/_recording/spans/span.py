@@ -113,9 +113,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
                 self.token = token
             log.opened(self)
             return self
-        except (
-            BaseException
-        ) as error:  # raised by a signal handler: `with` does not leave what was not entered
+        except BaseException as error:  # raised by a signal handler; `with` will not leave this span
             self.not_entered(error)
             raise
 
