@@ -205,7 +205,9 @@ def _hardware_category(name: str, task_type: object) -> str | None:
 
 
 def _runs(layer: str, thread: str) -> bool:
-    """Return whether a track shows work of a device. A track `Plane N` only repeats parts of its group's."""
+    """Return whether a track shows work of a device. Tracks `Plane N` do not count, because they show parts
+    of collectives that another track shows as a whole.
+    """
     return layer == "Ascend Hardware" or (
         layer in ("Communication", "HCCL") and not thread.lower().startswith("plane")
     )

@@ -102,7 +102,7 @@ class ReplicaKey(NamedTuple):
 
     number: int
     role: str = ""
-    """The role, if a replica of the rollout has the same number (`Timeline.shared_numbers`); else empty."""
+    """The role, if `Timeline.shared_numbers` contains this replica; else empty."""
 
     @property
     def name(self) -> str:

@@ -248,8 +248,10 @@ def _goes_on(timeline: Timeline, span: Span) -> bool:
 
 
 def _runs_ahead(timeline: Timeline) -> list[Span]:
-    """Return the calls of trajectories that went on when their process closed its capture. Empty unless other
-    trajectories began before the step and ended in it, so that the rollout does not follow the steps.
+    """Return the calls of trajectories that went on when their process closed its capture.
+
+    Empty unless the rollout runs across steps, which another trajectory shows if it began before the step and
+    ended in the step.
     """
     began_ns = timeline.window.start_ns
     is_ahead = any(

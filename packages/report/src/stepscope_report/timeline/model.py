@@ -233,8 +233,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Times in which replicas stalled for their own profilers, by replica. Stalls of a replica are disjoint
     and in order."""
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
-    """(role, number) of replicas whose number is also that of a rollout replica, or of a replica whose role
-    comes first by name."""
+    """(role, number) of replicas that share their number with a replica of another role. Among replicas with
+    the same number, the rollout's (or else that of the first role by name) is left out."""
     passes: tuple[EnginePasses, ...] = ()
     """Noted forward passes, by replica and data-parallel engine."""
     replicas: int = 0

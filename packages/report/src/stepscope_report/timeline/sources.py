@@ -218,7 +218,7 @@ def latest_counters(step: StepLayout, run: str) -> list[tuple[ProcessInfo, tuple
     """Return the means over the last seconds of the counter files, in the form of a live process' state.
 
     Args:
-        run: The id, as in file names, of the run whose files count.
+        run: Id of the run, as written in file names. Files of other runs are left out.
     """
     files = (read_counters(path) for path in sorted(step.counters.glob("[!.]*.jsonl")))
     return [

@@ -160,7 +160,7 @@ def _clocks_of(
 
 
 def _with_time(uncertainty_ns: int) -> int:
-    """Return the uncertainty of a measurement plus the drift that is possible during that time."""
+    """Return the uncertainty of a measurement, plus the drift that is possible within `uncertainty_ns`."""
     return uncertainty_ns + uncertainty_ns * _MOST_DRIFT_PPM // 1_000_000 + 2
 
 
@@ -390,7 +390,7 @@ def _say(kind: Kind, why: str) -> str:
 
 
 def _differences(first: _HostClock, clock: _HostClock) -> Iterator[Sample]:
-    """Yield samples of `clock` against `first`: the samples of `clock` itself if `first` is the owner's."""
+    """Yield samples of `clock` against `first`. If `first` is the owner's clock, yield `clock.samples`."""
     for sample in clock.samples:
         owner_ns = sample.wall_ns - sample.offset_ns
         known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))

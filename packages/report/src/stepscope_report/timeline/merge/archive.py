@@ -157,8 +157,8 @@ def _described(traces: RowTraces, trace: RowTrace, plan: Plan) -> ArchivedFile:
 
 
 def _manifest(files: Sequence[ArchivedFile], plan: Plan) -> bytes:
-    """Return the manifest, which Perfetto knows by its first bytes. JSON traces have no clock of their own:
-    each is pinned to `OWN`.
+    """Return the manifest, which Perfetto recognises by its first bytes. Each trace is placed relative to the
+    file `OWN`, because JSON traces have no clock.
     """
     entries: list[dict[str, object]] = [{"path": OWN, "machine": {"name": "stepscope"}}]
     for file in files:

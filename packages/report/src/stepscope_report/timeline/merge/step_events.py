@@ -108,7 +108,7 @@ class Drawn:
         """Spans left out because they are not between `from` and `to`."""
 
     def of(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
-        """Yield a row's spans. Draw the rows from top to bottom."""
+        """Yield the spans of a row. Call this for the rows in order, from top to bottom."""
         chosen = [index for index in self._spans_of[row.process] if self._chosen(index, row)]
         for group, members in self._groups(chosen).items():
             lanes = pack(self._intervals(members))
