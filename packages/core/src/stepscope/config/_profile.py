@@ -148,8 +148,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """{role name or glob: settings}. The first pattern that matches a role applies. A role that no pattern
     matches is not profiled."""
     redact: tuple[str, ...] = ()
-    """Names or globs of span attributes whose values are not written. The attribute `error` has the text of
-    an exception."""
+    """Names or globs of span attributes whose values are not written. Add `error` to leave out the texts of
+    exceptions."""
     instrument: tuple[InstrumentConfig, ...] = ()
     """Functions to record in every process without an edit of their source, and presets of frameworks."""
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
@@ -287,8 +287,8 @@ def resolve(
 
 
 def folder_of(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> ProfileConfig | None:
-    """Return the default config with the `save_path` of `file` or the environment, whose other settings may
-    be wrong. Return None if `save_path` is wrong or the file cannot be read.
+    """Return the default config with the `save_path` of `file` or the environment. Other settings are
+    ignored, even if they are wrong. Return None if `save_path` is wrong or the file cannot be read.
     """
     from stepscope.config._yaml import load
 

@@ -265,8 +265,8 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     gather: bool = True
     """Fetch recordings over Ray from hosts that do not share `save_path`."""
     timeout_s: Seconds = 600
-    """Time limit of the command and of the writers; each is then killed with its children. At exit the
-    process waits this long for each."""
+    """Time limit of the command, and of the program that runs the writers. Each is killed after this time,
+    with its children. At exit the process waits for both."""
     ranks: Ranks = "first"
     """Ranks that run the command and the writers, if each rank opens its own captures without workers."""
 

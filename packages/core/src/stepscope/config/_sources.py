@@ -172,8 +172,8 @@ def _below(kind: object, part: str) -> object | None:
     section = section_of(kind)
     if section is not None:
         return kinds(section).get(part)
-    # A dict of sections is `roles`, with names from the user. `engine.extra` has no keys here: its values
-    # have several types, which only JSON distinguishes.
+    # `roles` is a dict of sections, so each name is a setting. The keys of `engine.extra` are not settings:
+    # only JSON can give the types of its values.
     return section_of(get_args(kind)[1]) if get_origin(kind) is dict and part else None
 
 

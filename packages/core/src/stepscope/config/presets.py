@@ -38,7 +38,8 @@ class ListedSettings(msgspec.Struct, frozen=True, kw_only=True):
     at: str
     """Path to the configuration, from an argument of the function that begins a step."""
     names: dict[str, ListedSetting | str]
-    """{knob of the report's advice: setting}. A text is short for a `ListedSetting` with that name."""
+    """{knob, as the report's advice names it: setting}. A text stands for a `ListedSetting` with that
+    name."""
 
     def items(self) -> Iterator[tuple[str, ListedSetting]]:
         """Yield each knob with its setting."""

@@ -153,8 +153,8 @@ class WorkerProfiler:
     def annotate(self, message: str | None = None, **kwargs: Any) -> Callable[[Method], Method]:
         """Return a decorator that records a worker's method as a span.
 
-        The stage is verl's `role` (`actor_update`), else `message`, else the method's name. Without a capture
-        by a worker, the method is not wrapped: in the driver's capture, the preset already records it.
+        The stage is verl's `role` (`actor_update`), else `message`, else the method's name. If no worker
+        opened a capture, the method is not wrapped, because the preset records it.
         """
         stage = kwargs.get("role") or message
         return lambda method: self._annotate(method, str(stage or method.__name__)) if _capture else method

@@ -63,8 +63,8 @@ def new_capture(
 ) -> UneditedCapture | None:
     """Return a new capture of step `number`.
 
-    Return None if a capture other than `closing` records this process: a capture of the user's code, or of
-    another process for which this process is a worker.
+    Return None if a capture other than `closing` records this process: one that the user's code opened, or
+    one in which this process is a worker.
     """
     other = opened()
     if other is None and slot.session() is not None:

@@ -196,7 +196,8 @@ class GarbageShare(CounterSource):
         """Longest run of the collector since the last sample of `LongestPause`, in ns."""
         self._at_ns, self._paused_ns = time.monotonic_ns(), 0
         self._times: dict[int, int] = {}
-        """{number: monotonic ns}. Each run has four entries: two for its start and two for its end."""
+        """{number: monotonic ns}. Each run of the collector has four entries: two for its start, two for its
+        end."""
         self._read = 0
         times = map(self._times.setdefault, count(), iter(time.monotonic_ns, None))
         self._called = partial(max, key=partial(next, times))  # max(phase, info) calls the key twice

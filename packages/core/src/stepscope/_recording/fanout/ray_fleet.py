@@ -80,7 +80,7 @@ class Worker:
         self._line = ActorLine(actor)
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
-        if self.spans_only is not None and not request.record_only:  # the check of its engine is enough
+        if self.spans_only is not None and not request.record_only:  # its engine is checked
             return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
         outcome = await self._within(deadline_s, "prepare", self._prepare(self._addressed(request)))
         if not request.record_only or outcome.process is None:
@@ -185,7 +185,7 @@ class Worker:
     async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
         now_ns = time.time_ns()
         if self.actor_id in _here:
-            _here.remove(self.actor_id)  # added again once it answers, as it may have moved
+            _here.remove(self.actor_id)  # the actor may have moved to another host since
         else:
             await self._line.ask(present)
             now_ns = self._line.stamps[-1].answered_ns

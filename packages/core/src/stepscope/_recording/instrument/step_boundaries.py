@@ -269,9 +269,9 @@ class Call:
 
 
 def begin(call: Call) -> None:
-    """Make the change before a call of a plain function.
+    """Close and open captures before a call of a plain function.
 
-    If the change would block the running event loop, it is left to the coroutine that the call may return.
+    If this would block the running event loop, the coroutine that the call may return does so instead.
     """
     changed = (call.before.close, call.before.open)
     if in_event_loop() and any(capture is not None and capture.blocks for capture in changed):
@@ -281,7 +281,7 @@ def begin(call: Call) -> None:
 
 
 async def abegin(call: Call) -> None:
-    """Make the change before a call of a coroutine function."""
+    """Close and open captures before a call of a coroutine function."""
     await aswitch(call.before)
 
 

@@ -24,7 +24,9 @@ def expect(presets: Iterable[Preset]) -> None:
 
 
 def look(target: str, args: tuple[object, ...]) -> None:
-    """Log the trainer in a call of `target`, its first argument, if the preset does not cover it."""
+    """Log the class of the trainer, the first of `args`, if the preset of `target` does not cover this
+    class.
+    """
     preset = _presets.get(target)
     if preset is None or not args or type(args[0]) in _reasons:
         return

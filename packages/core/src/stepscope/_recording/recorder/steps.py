@@ -294,7 +294,7 @@ class _Loop:
         self._write()
 
     def flush(self) -> None:
-        """Write the steps after the last capture."""
+        """Write the remaining steps after the last capture."""
         if self._since < KEPT:
             self._write()
 

@@ -271,7 +271,7 @@ class Session:
 
     def _await_caller(self) -> None:
         self._handed_back.wait(_HAND_BACK_S)
-        if not self.owner:  # sending the answer to the owner needs the GIL too, and its end is not known
+        if not self.owner:  # sending the answer needs the GIL too
             time.sleep(_ANSWER_S)
 
     def write_cost(self) -> None:

@@ -5,9 +5,9 @@ This is how dataclasses generate `__init__`. A `def wrapper(self, batch, *, lr)`
 TypeErrors for wrong arguments where the user expects them, and has a code object with the arguments and the
 kind that other code inspects.
 
-If Ray pickles a class by value, the closures of its wrappers are pickled too: the function, the declared
-arguments, and by reference the module `slot` and functions that read it. A name imported *from* `slot` would
-be copied, and a copy would never change.
+If Ray pickles a class by value, the closures of its wrappers are pickled too. A closure refers to the module
+`slot`, which is pickled by reference. A value imported *from* `slot` would be copied, and the copy would
+never change.
 """
 
 from __future__ import annotations
@@ -105,10 +105,8 @@ _Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, 
 class Attributes(dict[str, object]):
     """The `__dict__` of a wrapper, from which `functools.wraps` copies only the user's attributes.
 
-    Ray wraps each method of an actor and pickles it by value. If stepscope's attributes were copied to Ray's
-    wrappers, the functions that they refer to would be pickled too, with the globals of their module. A
-    stepscope wrapper that is pickled by value keeps its attributes, because its closure refers to these
-    functions anyway.
+    Ray wraps each method of an actor and pickles the result by value. A copied attribute of stepscope would
+    be pickled too, with the functions that it refers to and the globals of their module.
     """
 
     def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys has no constructor

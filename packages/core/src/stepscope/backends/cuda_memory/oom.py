@@ -79,7 +79,8 @@ def watch(
     does.
 
     Args:
-        refused: Called with the reason if the observer cannot be attached, perhaps on the waiting thread.
+        refused: Called with the reason if the observer cannot be attached, on this thread or on the waiting
+            thread.
         history: Options of `torch.cuda.memory._record_memory_history`, to record a history between windows;
             None to record none.
     """
