@@ -175,9 +175,7 @@ class FakeProcess:
         return SpanLink(process=self.info.key, span=span, step=self.folder.step)
 
     def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0, error_ns: int = 0) -> None:
-        """Record a measurement of the clock of `other`, with an error of `error_ns`, as if the response took
-        longer.
-        """
+        """Record a measurement of the clock of `other` that is wrong by `error_ns`."""
         offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns) + error_ns
         offset = ClockOffset(
             process=other.info.key,

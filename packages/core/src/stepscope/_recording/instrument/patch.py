@@ -137,8 +137,7 @@ class Instrument:
         replacement = self._replacement(original)
         inherited = attribute not in vars(parent)
         if inherited and isinstance(parent, type):
-            # The name is changed for pickle, which would find the function of the base class under the old
-            # name.
+            # pickle finds a function by this name. The old name would lead to the function of the base class.
             made = cast(FunctionType, getattr(replacement, "__func__", replacement))
             made.__module__, made.__qualname__ = parent.__module__, f"{parent.__qualname__}.{attribute}"
         wrapt.apply_patch(parent, attribute, replacement)

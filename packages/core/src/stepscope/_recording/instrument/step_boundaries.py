@@ -38,7 +38,7 @@ class StepCapture(Protocol):
 
 
 OPENER = "stepscope._recording.capture.unedited"
-"""Module whose `new_capture` makes the captures. It is imported by name when a step begins, because it
+"""Module whose `new_capture` makes the captures. Imported by name when a step begins, because the module
 imports this package, and most processes do not begin steps.
 
 The name is a constant and not a registered object, because a Ray worker gets wrappers by unpickling, before

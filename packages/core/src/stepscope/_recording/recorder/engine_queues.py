@@ -87,8 +87,8 @@ class EngineQueues:
             self._unasked.remove(keeper)
 
     def passes(self, start_ns: int) -> Iterator[tuple[int, list[PassFile] | str]]:
-        """Yield (number of a replica, its passes since `start_ns` in unix ns, or the reason why there are
-        none). May block.
+        """Yield the number of each replica with its passes since `start_ns` (unix ns), or with the reason why
+        there are none. May block.
         """
         for keeper in self._keepers:
             profiler = keeper()

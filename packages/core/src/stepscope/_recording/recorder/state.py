@@ -150,7 +150,7 @@ class _Calls:
         self._groups: dict[int, Group] = {}
         """{id of a span with a task: its group}."""
         self._rest: list[Any] = []
-        """Tasks without a span, and further tasks of a span."""
+        """Tasks without a span, and the second and later tasks of a span. Their number is limited."""
         self._pause_at = time.monotonic() + _BITE_S
 
     def read(self, now_ns: int) -> tuple[tuple[OpenSpan, ...], tuple[Task, ...]]:

@@ -178,8 +178,8 @@ class Scope:
         return None
 
     def hang_below(self, place: Place, process: str) -> bool:
-        """Make this span a child of the caller's span, after the code in the span attached the caller's
-        carrier. Return whether it is a child.
+        """Make this span a child of the caller's span, whose carrier was attached within this span. Return
+        whether this succeeded.
         """
         return False
 
