@@ -78,7 +78,7 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
     """Compare both sides with the limits. If several limits match a stage, the last one counts.
 
     Raises:
-        ConfigError: a pattern matches no stage of either side, or the sides have no steps that compare.
+        ConfigError: a pattern matches no stage of either side, or the sides have no comparable steps.
     """
     a, b = _like_with_like(a, b)
     _, one, other = _samples(STEP, a, b)

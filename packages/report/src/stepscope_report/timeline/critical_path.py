@@ -145,8 +145,10 @@ class Replay:
 
     A call begins after the calls of its caller that ended before its begin, and after the call that its
     thread ran before (`StepGraph.before`). It ends after the calls below it. Own times stay the same unless
-    they are shortened. Calls take no part if nothing is known to have waited for their end. Among calls
-    outside of all other calls, these are the calls whose stage differs from that of the last call to end.
+    they are shortened.
+
+    A call takes no part if nothing is known to have waited for its end. Of the overlapping calls at the top
+    of a process, only calls of the stage that ended last take part.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -214,7 +216,7 @@ class Replay:
         chosen = {node for label in labels for node in self._of_label.get(label, ())}
         shorter = bytearray(len(graph.caller))
         cut_ns: dict[int, int] = {}
-        """Time of these calls that falls into lines, by the line's head."""
+        """{head of a line: total duration of the chosen calls in the line}."""
         for node in chosen:
             head = self._line.get(node, node)
             if head == node:

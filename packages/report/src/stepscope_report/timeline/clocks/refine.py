@@ -409,7 +409,7 @@ def _against_owner(
 ) -> Iterator[tuple[_HostClock, Lead]]:
     """Yield each clock's lead over the owner's. Hosts with common collectives are placed as one group.
 
-    If the owner's host is not in the group, all samples of the group together place it.
+    If the owner's host is not in a group, all samples of the group's hosts together place the group.
     """
     left = list(clocks)
     while left:

@@ -183,9 +183,8 @@ def merged_row(row: Row) -> MergedRow:
 def duplicate_ranks(rows: Iterable[Row]) -> Iterator[FileProblem]:
     """Yield a problem for each rank that several processes claim.
 
-    The ranks of an engine's workers, which leave nothing but traces, are checked separately: the Ray actor
-    that holds an engine has its position among the actors as its rank, and the engine's first worker often
-    the same number.
+    The workers of an engine, which leave only traces, are checked separately from the Ray actors that hold
+    engines. An actor's rank is its position among the actors, and often equals the rank of a worker.
     """
     ranks: dict[tuple[str, int | None, int, bool], set[str]] = {}
     for row in rows:

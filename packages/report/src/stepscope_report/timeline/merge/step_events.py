@@ -497,8 +497,10 @@ class EngineLaunches:
         number: int,
         prefills: int,
     ) -> int | None:
-        """Return the first pass from `place` on that has the `number` of requests and the prefills of an
-        annotation, ended after its start, and is at most one pass ahead of it.
+        """Return the first pass from `place` on that fits an annotation. None if no pass fits.
+
+        Such a pass has `number` requests, is a decode pass if `prefills` is 0 and only then, and ended after
+        `start`. The pass before began before `end`.
         """
         facts = engine.noted.passes
         for at in range(place, len(engine.begins_ns)):

@@ -50,8 +50,8 @@ _SECONDS = 16
 thousand."""
 _FAR_S = 86_400
 _PIDS = 4
-"""Largest number of further pids of a file that are searched for in every batch, not only in the batch with
-them."""
+"""Largest number of additional pids of a file that are searched for in every batch. If a file has more, only
+the pids of the latest learned batch are searched for."""
 _NEEDLES = 32
 _EARLY = 1 << 15
 """Number of bytes at the beginning of a file that are learned from first: most files begin with similar

@@ -30,7 +30,7 @@ TIMED_ON_CPU = "collectives that NCCL's Inspector timed on the CPU, not on the d
 NO_TIMES = "NCCL's Inspector says how long calls took, not when: they are in reports alone"
 _HEAD = re.compile(rb'\s*\{\s*"header"\s*:\s*\{\s*"id"\s*:')
 _LONGEST = 1 << 22
-"""Largest number of bytes of a line; a verbose one has some 200 for each of up to 64 channels."""
+"""Largest size in bytes of a line. A verbose line has about 200 bytes for each of up to 64 channels."""
 _KINDS = 4096
 """Number of collectives of different groups and sizes that one file keeps."""
 _OF_ONE_RANK = ("AllGather", "ReduceScatter", "All2All")
