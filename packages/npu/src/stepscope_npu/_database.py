@@ -168,7 +168,7 @@ class Database:
             yield self._slice(key, self._name(name), start, dur, "communication", args)
 
     def _completed(self, origin: Origin) -> Origin:
-        """Return the origin with the clock, the host and the rank of this file. Also set `_device`."""
+        """Return `origin`, completed by the clock, the host and the rank of this file. Also set `_device`."""
         host = self._first("HOST_INFO", "hostName")
         rank, device = self._first("RANK_DEVICE_MAP", "rankId"), self._first("RANK_DEVICE_MAP", "deviceId")
         self._device = device if isinstance(device, int) and device >= 0 else 0

@@ -29,8 +29,8 @@ SMALLEST = 1 << 16
 """Traces with fewer bytes get no digest, because reading them takes 0.02 s."""
 _TAIL = 1 << 12
 _NUMBERS = ", ".join(map(str, range(4096))).encode()
-"""Dictionary for zlib. Each trace lists the ranks of its process groups, which are half of a digest if there
-are 1,024 ranks."""
+"""Dictionary for zlib. Each trace lists the ranks of its process groups: with 1,024 ranks, the lists are half
+of a digest."""
 _T = TypeVar("_T")
 
 
