@@ -1,7 +1,7 @@
-"""Profilers of inference engines, behind one Protocol. Found through the entry points `stepscope.engines`.
+"""Profilers of inference engines behind one Protocol. Adapters are found by entry points `stepscope.engines`.
 
-`protocol` has what an adapter implements, and docs/extending.md the steps to one. The adapters of vLLM and
-SGLang are packages beside the core.
+`protocol` defines what an adapter implements; docs/extending.md shows how to write an adapter. The adapters
+of vLLM and SGLang are separate packages.
 """
 
 from __future__ import annotations

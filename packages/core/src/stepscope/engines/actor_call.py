@@ -1,14 +1,14 @@
 """Calls into a Ray actor whose class does not use stepscope. Shared by `RayRollout` and the Ray fleet.
 
-`handle.__ray_call__` runs a function in the actor's process. Where and when (Ray 2.60, tried):
+`handle.__ray_call__` runs a function in the actor's process. Tried with Ray 2.60, the function runs:
 
-sync actor      on its main thread, after the method that is running and those queued before us
+sync actor      on its main thread, after the running method and the calls that were queued before
 threaded actor  on a thread of its pool, in no fixed order
-async actor     on a thread of Ray's, never on the actor's loop, once the loop has a moment to decode the
-                arguments. While we are there no other call of the actor begins: nothing of ours may wait
+async actor     on a thread of Ray, never on the actor's loop, once the loop has decoded the arguments. No
+                other call of the actor begins until the function returns, so the function must not wait
 
-In an async actor everything is therefore handed over to its loop, and the caller asks again until it is done.
-Exceptions travel as text: those of an engine's library may not unpickle on the caller's side.
+In an async actor the function therefore hands its work over to the actor's loop, and the caller polls until
+the work is done. Exceptions are sent as text, because the caller may be unable to unpickle them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ T = TypeVar("T")
 Reply: TypeAlias = tuple[Literal["done", "failed", "pending"], object]
 
 _HOLD_S = 1.0
-"""Longest time for which a sync actor is held for one of stepscope's coroutines before the caller asks
-again."""
+"""Longest time that a call waits in a sync actor for a coroutine to finish. The caller then polls."""
 
 
 class ActorGoneError(EngineError):
-    """The actor has died, or cannot be reached now (it may be restarting)."""
+    """The actor has died, or cannot be reached now because it may be restarting."""
 
     died = False
     """True if Ray says that the actor died."""
@@ -57,7 +56,7 @@ class CallFailedError(EngineError):
 
 
 class Stamps(NamedTuple):
-    """One request and its answer on the wall clocks of both sides, in unix ns."""
+    """Times of one request and its answer on the wall clocks of both sides, in unix ns."""
 
     sent_ns: int
     heard_ns: int
@@ -66,7 +65,7 @@ class Stamps(NamedTuple):
 
 
 class ActorLine:
-    """A connection to one actor. Every answer is stamped, so that clocks are compared at no extra cost."""
+    """A connection to one actor. Every answer has timestamps, which are used to compare the two clocks."""
 
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self.actor = actor
@@ -76,16 +75,15 @@ class ActorLine:
         """Run `fn(instance, *args)` in the actor and return its result.
 
         Args:
-            fn: A plain function runs where the actor's methods run; in an async actor it may take its time,
-                so it runs on a thread beside the loop. A coroutine function runs on the actor's loop, or on
-                one of ours where it has none.
-            args: Pickled, like the result.
-            keep: True if the function goes on in the actor when the call is cancelled here; else it is
-                cancelled there.
+            fn: A plain function runs on the thread that runs the actor's methods; in an async actor, on a
+                thread of its own. A coroutine function runs on the actor's loop, or on a loop of stepscope if
+                the actor has none.
+            args: Arguments of `fn`. They are pickled, like the result.
+            keep: True to let the function go on in the actor if this call is cancelled; False to cancel it.
 
         Raises:
             ActorGoneError: the actor has died or cannot be reached.
-            CallFailedError: the function failed there. The message has the error's text.
+            CallFailedError: the function failed in the actor. The message has the error's text.
         """
         ticket = uuid.uuid4().hex
         pause_s = 0.001
@@ -103,10 +101,10 @@ class ActorLine:
         return value
 
     async def ask(self, fn: Callable[..., T], *args: object) -> T:
-        """Run a short plain function in the actor, on whatever thread Ray picks. Raises as `call` does."""
+        """Run a short plain function in the actor, on a thread that Ray chooses. Raises as `call` does."""
         import ray
 
-        if not ray.is_initialized():  # Ray would start an empty cluster of its own and look there
+        if not ray.is_initialized():  # else Ray would start an empty cluster and look for the actor there
             raise ActorGoneError("Ray was shut down here, and the actor cannot be reached without it")
         sent = time.time_ns()
         try:
@@ -135,11 +133,11 @@ class ActorLine:
             return
         try:
             self.actor.__ray_call__.remote(launch, fn, args)
-        except ours():  # the actor is gone or its queue is full, and this was the last word to it
+        except ours():  # the actor is gone or its queue is full; no caller waits for the outcome
             pass
 
 
-# In the actor's process, on a thread of Ray's choosing.
+# The code below runs in the actor's process, on a thread that Ray chooses.
 
 _jobs: dict[str, Future[object]] = {}
 """{ticket: running work}. `begin` adds entries; `poll` removes finished ones and `abandon` the others."""
@@ -152,15 +150,15 @@ _own_loop: asyncio.AbstractEventLoop | None = None
 
 
 def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) -> tuple[int, int, T]:
-    """Run `fn(instance, *args)` and return (time of arrival, time of the answer, result)."""
+    """Run `fn(instance, *args)` and return (time of arrival, time of the answer, result), in unix ns."""
     heard = time.time_ns()
     result = fn(instance, *args)
     return heard, time.time_ns(), result
 
 
 def present(instance: object) -> None:
-    """Do nothing: the answer shows that the actor is alive and not busy, and its times compare the clocks of
-    both hosts. Used before a call that must not run late.
+    """Do nothing. The answer shows that the actor is alive and not busy, and its timestamps compare the
+    clocks of both hosts. Used before a call that must not run late.
     """
 
 
@@ -192,13 +190,13 @@ def poll(instance: object, ticket: str) -> Reply:
 def launch(instance: object, fn: Callable[..., object], args: tuple[object, ...]) -> None:
     loop = _actors_loop()
     if _runs_here(loop, fn):
-        _attempt(fn, instance, *args)  # raised here, Ray would print it on the caller's side as unhandled
+        _attempt(fn, instance, *args)  # Ray would print an exception in the caller's process as unhandled
     else:
         _submit(loop, fn, instance, args)
 
 
 def abandon(instance: object, ticket: str, cancel: bool) -> None:
-    """Give up a ticket. With `cancel`, also cancel its call, whether it is running or has not begun."""
+    """Forget a ticket. With `cancel`, also cancel its call, whether it is running or has not begun."""
     with _lock:
         job = _jobs.pop(ticket, None)
         if job is None:
@@ -233,8 +231,8 @@ def _actors_loop() -> asyncio.AbstractEventLoop | None:
     """Return the event loop that runs this actor's coroutine methods; None for sync and threaded actors."""
     from ray._private.worker import global_worker
 
-    # Ray has no public way to its loop from outside a coroutine method. "__init__" names the default one:
-    # a loop of a concurrency group runs only that group's methods.
+    # Ray has no public way to get this loop outside of a coroutine method. "__init__" names the default
+    # loop; the loop of a concurrency group runs only that group's methods.
     worker = cast(Any, global_worker).core_worker
     if not worker.current_actor_is_asyncio():
         return None
@@ -251,11 +249,11 @@ def _private_loop() -> asyncio.AbstractEventLoop:
         return _own_loop
 
 
-# In the caller's process.
+# The code below runs in the caller's process.
 
 
 def _cause(error: BaseException) -> str:
-    """Return the reason why an actor is unreachable, on one line for an error."""
+    """Return the reason why an actor is unreachable, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("The actor is dead because")]
     state = "unavailable (restarting?)" if _is_unavailable(error) else "died"
@@ -276,14 +274,14 @@ def _last_line(error: BaseException) -> str:
 
 
 LEFT_BEHIND = "artifacts on "
-"""Prefix of the key, among the ignored options, for files that stay on a host; the host's name follows."""
+"""Prefix of the key in `ignored` for files that were not copied from their host. The host's name follows."""
 
 
 async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """Copy the files that are missing here, with their sidecars, to the same paths.
+    """Copy the actor's files that this host does not have, with their sidecars, to the same paths.
 
     Returns:
-        `{"artifacts on <host>": reason}` for files that could not be copied; empty if all are here.
+        `{"artifacts on <host>": reason}` for files that could not be copied; empty if none is missing.
     """
     left: dict[str, str] = {}
     for artifact in artifacts:
@@ -301,10 +299,10 @@ async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifac
 
 
 async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
-    """Receive a file and give it its name once it is complete.
+    """Receive a file in pieces. It gets the name `path` once it is complete.
 
     Args:
-        read: Returns a piece of the file from an offset on, empty at the file's end.
+        read: Returns the piece of the file at an offset; empty at the file's end.
     """
     arrival = await own_thread(Arrival, path)
     try:
@@ -316,11 +314,11 @@ async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
         raise
 
 
-# In the actor's process.
+# The code below runs in the actor's process.
 
 
 def names_of(instance: object, path: str) -> list[str]:
-    """Return the paths of a file, or of all files in a folder, with the sidecar last, because it marks a
+    """Return the path of a file, or of all files in a folder. The sidecar comes last, because it marks a
     complete file.
     """
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]

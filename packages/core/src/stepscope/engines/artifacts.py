@@ -1,4 +1,4 @@
-"""Artifacts of files that an engine wrote: their records, and a sidecar beside each file."""
+"""Artifact records of the files that an engine wrote, and a sidecar beside each file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
 _BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')
 _ENDED = re.compile(rb'"name":\s*"Record Window End"[^{}]*?"ts":\s*([\d.]+)')
 _SLACK_NS = 50_000_000
-"""Largest time by which a recording may exceed the call that made it, because their clocks differ."""
+"""Largest distance between a stall and the edge of the recording it belongs to, because their clocks
+differ."""
 Option: TypeAlias = str | int | float | bool | None
 
 
@@ -64,13 +65,13 @@ def publish(
         truncated: Reason why the recording ended early, or None.
         ignored: {option: reason} for options of the capture without effect on this file.
         opened: Clocks of the recorded process when the recording began, or None.
-        closed: The same when it ended.
+        closed: Clocks of the recorded process when the recording ended, or None.
         versions: Versions of the libraries that a reader needs to know.
         options: Options that the profiler ran with.
         stalls: Times in which the profiler stopped the engine.
         iterations: Number of recorded forward passes, or None if unknown.
-        iterations_asked: Number that the capture asked for, or None for no limit.
-        ended: Who ended the recording, or None if unknown.
+        iterations_asked: Number of forward passes that the capture asked for, or None for no limit.
+        ended: Cause of the recording's end, or None if unknown.
         note: A remark for people, or None.
 
     Raises:
@@ -102,7 +103,7 @@ def publish(
         step=capture.step,
         run_id=capture.run_id,
         artifact=artifact,
-        process=None,  # whatever role it has is said where the host and the pid are the same
+        process=None,  # readers find the process's role by its host and pid
         opened=opened,
         closed=closed,
         versions=dict(versions or {}),
@@ -113,12 +114,12 @@ def publish(
 
 
 def recorded_window(head: bytes, tail: bytes) -> tuple[int, int] | None:
-    """Return the times at which torch began and ended to record a trace, in unix ns of its host, or None if
-    the trace does not state them.
+    """Return the times at which torch began and ended a recording, in unix ns of its host, or None if the
+    trace does not state them.
 
     Args:
         head: The beginning of the trace, at least up to its first event.
-        tail: The last few KB of the trace, where torch writes its own marks.
+        tail: The last few KB of the trace, where torch writes the events of its own begin and end.
     """
     base = _BASE.search(head)
     began, ended = (mark.search(tail) for mark in (_BEGAN, _ENDED))
@@ -131,12 +132,12 @@ def recorded_window(head: bytes, tail: bytes) -> tuple[int, int] | None:
 def stalls_of(
     window: tuple[int, int] | None, stamped: Sequence[Stall] = (), whole_ns: int | None = None
 ) -> tuple[Stall, ...]:
-    """Return the stalls of an engine for one trace.
+    """Return the stalls of an engine that belong to one trace.
 
     Args:
-        window: `recorded_window` of the trace.
+        window: Result of `recorded_window` for the trace.
         stamped: Stalls that stepscope's code in the engine's process timed, for this trace and others.
-        whole_ns: Time at which the last of its files was complete, in unix ns of the same host.
+        whole_ns: Time at which the last file of the trace was complete, in unix ns of the same host.
     """
     if window is None:
         return ()

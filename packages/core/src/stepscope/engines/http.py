@@ -1,8 +1,8 @@
-"""Engines behind HTTP: one request, its answer, and errors that say what to do. Nothing is ever sent twice.
+"""Requests to engines behind HTTP, and errors that say what to do. No request is ever sent twice.
 
-It uses the standard library: a client library's pools and retries could repeat a start, and every process
-would pay for its import. Each request has a thread, so that a server that hangs for minutes delays no other.
-It also has a connection, which is shut down when the caller gives up.
+This module uses the standard library, because the retries of a client library could repeat a start, and
+every process would pay for the library's import. Each request has a thread of its own, so that a server
+that hangs delays no other request, and a connection of its own, which is shut down when the caller gives up.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Answer(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The answer in an error's message: on one line, and cut."""
+        """The body on one line, cut to the length that an error quotes."""
         return " ".join(self.body.decode(errors="replace").split())[:_SAID]
 
 
 class UnreachableError(EngineError):
-    """The server did not receive the request, so nothing has happened there."""
+    """The server did not receive the request, so the request had no effect."""
 
 
 class AnswerLostError(EngineError):
-    """The request was sent and no answer came, so its effect may have happened."""
+    """The request was sent and no answer came, so the request may have had its effect."""
 
 
 class Server:
@@ -50,11 +50,12 @@ class Server:
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         """Args:
-            url: `http://host:port`, also with a path before the engine's own. No proxy is used.
+            url: `http://host:port`, or with a path, which is put before the path of each request. No proxy is
+                used.
             headers: Headers of every request, such as Authorization.
 
         Raises:
-            ConfigError: `url` is no URL.
+            ConfigError: `url` is not an HTTP URL.
         """
         self.url = url.rstrip("/")
         self.parts = _parts(self.url)
@@ -63,8 +64,8 @@ class Server:
     async def request(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
     ) -> Answer:
-        """Send a request without blocking the loop. If this is cancelled, the connection is shut down at
-        once; the requested action may still happen on the server.
+        """Send a request without blocking the event loop. If the caller is cancelled, the connection is shut
+        down at once; the server may still perform the action.
         """
         call = _Call(self, method, path, body, timeout_s)
         try:
@@ -79,12 +80,12 @@ class Server:
         """Return the server's answer, whatever its status. Blocks.
 
         Args:
-            body: Sent as JSON; None for none.
+            body: Object to send as JSON; None for no body.
             timeout_s: Longest time without any data from the server, or None for no limit.
 
         Raises:
-            UnreachableError: no connection.
-            AnswerLostError: the connection ended, or the time was over, before the answer.
+            UnreachableError: the connection failed.
+            AnswerLostError: the connection ended, or `timeout_s` passed, before the answer.
         """
         return _Call(self, method, path, body, timeout_s).request()
 
@@ -115,7 +116,7 @@ class _Call:
         self._given_up = True
         sock = self._connection.sock
         if sock is not None:
-            with suppress(OSError):  # it was closed a moment ago
+            with suppress(OSError):  # the socket was closed a moment ago
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _answer(self) -> Answer:
@@ -142,17 +143,17 @@ def workers_of(
 ) -> list[str]:
     """Return the URLs of the servers behind a router (`sglang_router`, `vllm-router`), sorted. Blocks.
 
-    The order of a router's list changes with each start of the router.
+    They are sorted because the order in a router's list changes whenever the router is started.
 
-    A router passes each request to one of its servers, also a profiler's (vllm-router 0.1.17: the start to
-    one, the stop to the next). So stepscope calls the servers one by one.
+    A router passes each request to any one of its servers. vllm-router 0.1.17 passes the start of a profiler
+    to one server and the stop to the next. So stepscope calls the servers one by one.
 
     Raises:
         EngineError: the router does not answer, or does not name its servers.
     """
     server = Server(router, headers=headers)
     answers = []
-    for path in ("/workers", "/list_workers"):  # the second is what older routers have
+    for path in ("/workers", "/list_workers"):  # older routers have only the second path
         answer = server.request_now("GET", path, timeout_s=timeout_s)
         urls = _listed(answer) if answer.status == 200 else []
         if urls:
@@ -176,7 +177,7 @@ def _listed(answer: Answer) -> list[str]:
     if not isinstance(workers, Sequence):
         return []
     urls = [worker.get("url") if isinstance(worker, dict) else worker for worker in workers]
-    # Of a server with data parallelism a router may name each engine: http://host:8000@0, http://host:8000@1.
+    # A router may list each data-parallel engine of a server: http://host:8000@0, http://host:8000@1.
     return sorted({_ENGINE.sub("", url) for url in urls if isinstance(url, str)}, key=_natural)
 
 

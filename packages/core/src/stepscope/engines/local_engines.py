@@ -1,6 +1,7 @@
-"""Engines of this process: found by `instrument` entries of the kind `engine`, or driven from elsewhere.
+"""Engines of this process: found by `instrument` entries of the kind `engine`, or recorded on behalf of a
+capture in another process.
 
-Each is an engine object, the URL of a server, or the handle of a Ray actor that holds an engine.
+An engine is an engine object, the URL of a server, or the handle of a Ray actor that holds an engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Entry(NamedTuple):
 _entries: list[_Entry] = []
 """All entries in the order of registration. Only `register` changes this list."""
 _empty: set[tuple[str, int]] = set()
-"""(adapter, process) of entries whose call made no engine. Only `register_none` changes this set."""
+"""{(adapter, pid)} of entries whose call made no engine in that process. Only `register_none` changes this
+set."""
 
 
 def register(adapter: str, engine: object, replica: int | None) -> None:
@@ -56,8 +58,8 @@ def register_none(adapter: str) -> None:
 
 
 def adapters() -> set[str]:
-    """Return the adapters for which an entry has registered the engines of this process, or that there are
-    none.
+    """Return the adapters for which an entry has registered an engine of this process, or has recorded that
+    there is none.
     """
     named = {adapter for adapter, pid in _empty if pid == os.getpid()}
     return named | {engine.adapter for engine in registered()}
@@ -78,8 +80,8 @@ def registered(adapter: str | None = None) -> list[Registered]:
 
 
 def replica_of(adapter: str, replica: int) -> object | None:
-    """Return the only engine of an adapter; of several engines, the one with the number `replica`. None if
-    there is none.
+    """Return the adapter's only engine, whatever its number. If there are several engines, return the engine
+    with the number `replica`, or None.
     """
     engines = registered(adapter)
     if len(engines) > 1:
@@ -89,28 +91,29 @@ def replica_of(adapter: str, replica: int) -> object | None:
 
 Join: TypeAlias = Callable[[EngineProfiler], None]
 _driven: dict[int, EngineProfiler] = {}
-"""{id: profiler} of the engines that are recorded now. Writers: `begin`, `end`."""
+"""{id(profiler): profiler} of the engines that are recorded now. Writers: `begin`, `end`."""
 _join: Join | None = None
 """Function called with the profiler of each engine whose recording begins, or None. One writer: `tell`."""
 _seated: dict[int, EngineProfiler] = {}
-"""{id: profiler} of the engines that the other process knows, recorded or not. One writer: `seat`."""
+"""{id(profiler): profiler} of the engines that another process drives through this process (`RayRollout`),
+whether they are recorded now or not. One writer: `seat`."""
 
 
 def begin(profiler: EngineProfiler) -> None:
-    """Record that the recording of an engine begins."""
+    """Note that the recording of an engine begins."""
     _driven[id(profiler)] = profiler
     if _join is not None:
         _join(profiler)
 
 
 def end(profiler: EngineProfiler) -> None:
-    """Record that the recording of an engine ends."""
+    """Note that the recording of an engine ends."""
     _driven.pop(id(profiler), None)
 
 
 def seat(profiler: EngineProfiler, *, instead_of: EngineProfiler | None) -> None:
-    """Record an engine that the other process may record, in place of an earlier profiler of the same
-    engine.
+    """Note the profiler of an engine that another process drives, in place of an earlier profiler of the same
+    seat.
     """
     if instead_of is not None:
         _seated.pop(id(instead_of), None)
@@ -118,15 +121,15 @@ def seat(profiler: EngineProfiler, *, instead_of: EngineProfiler | None) -> None
 
 
 def seated() -> tuple[EngineProfiler, ...]:
-    """Return the profilers recorded by `seat`."""
+    """Return the profilers that `seat` has noted."""
     return tuple(_seated.values())
 
 
 def tell(join: Join) -> None:
-    """Set the function that is called with each engine that is recorded, now or later. It replaces an earlier
-    one.
+    """Call `join` with the profiler of each engine that is recorded now, and of each one later, instead of
+    an earlier function.
 
-    It may be called twice with an engine whose recording begins meanwhile.
+    `join` may be called twice with an engine whose recording begins during this call.
     """
     global _join
     _join = join

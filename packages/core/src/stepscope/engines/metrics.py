@@ -1,7 +1,7 @@
 """Counters of an inference engine, taken from the engine's own metrics.
 
-The answer of a server behind HTTP may take long. So a separate thread for each engine requests its metrics,
-and the sampler uses the latest answer. Metrics in this process are read by the sampler itself.
+A server behind HTTP may answer slowly. So each server has a thread that requests its metrics, and the
+sampler uses the latest answer. The sampler itself reads the metrics of an engine in this process.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
 UNFINISHED = counters.UNFINISHED_REQUESTS
-"""Number of requests that the engine's front end has not answered, whether its scheduler knows them or
-not."""
+"""Name of the counter of requests that the engine's front end has not answered, including those that its
+scheduler does not know yet."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"
-"""Prefix cache hits in percent of the prompt tokens looked up since the previous answer, unless the engine
-gives the rate."""
+"""Name of the counter of prefix cache hits, in percent of the prompt tokens that were looked up since the
+previous sample. The engine may state the percentage itself."""
 PREFIX_QUERIES = "prefix cache queries"
 PREFIX_HITS = "prefix cache hit tokens"
-"""Totals from which an adapter's `HITS` is computed."""
+"""Totals from which `HITS` is computed if the engine states no percentage."""
 _LEVELS = {WAITING: "", UNFINISHED: "", KV_CACHE: "%"}
 _TOTALS = (PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS, FINISHED)
 
@@ -43,8 +43,8 @@ class EngineMetrics:
     def __init__(self, read: Callable[[], Mapping[str, float]], of: str, *, blocks: bool) -> None:
         """Args:
         read: Returns the metrics by the names of this module; empty if the engine keeps none. An
-            exception is an answer without metrics.
-        of: The engine's name in counters: `replica 0`.
+            exception counts as an answer without metrics.
+        of: The engine's name in the counters, such as `replica 0`.
         blocks: True if `read` may wait for a server, so that a thread calls it.
         """
         self.latest: Mapping[str, float] = {}
@@ -57,20 +57,20 @@ class EngineMetrics:
         self._is_fresh = False
 
     def sources(self) -> Sequence[CounterSource]:
-        """Return a source for each counter. The first one reads all metrics, so sample it first, and close
-        it.
+        """Return a source for each counter. Sampling the first source reads the metrics for all, so sample
+        that one first. Closing it ends the thread.
         """
         levels = [_Metric(self, name, unit, "level") for name, unit in _LEVELS.items()]
         totals = [_Metric(self, name, "", "total") for name in _TOTALS]
         if self._blocks:
             threading.Thread(target=self._run, name="stepscope-engine-metrics", daemon=True).start()
         else:
-            self._take()  # before the step begins: the totals of its first tick
+            self._take()  # before the step begins, so that its first sample has the totals
             self._is_fresh = True
         return [_Reader(self), *levels, *totals, _HitRate(self)]
 
     def refresh(self) -> None:
-        """Read the metrics if they are too old. If a thread reads them, the new values come later."""
+        """Read the metrics again, or let the thread do so; then the new values come later."""
         self._wanted.set()
         if not self._blocks and not self._is_fresh:
             self._take()
@@ -90,13 +90,13 @@ class EngineMetrics:
         while not self._over.is_set():
             self._take()
             self._over.wait(self.interval_s)
-            self._wanted.wait()  # while nobody samples, the server is left alone
+            self._wanted.wait()  # ask the server only while a sampler reads the answers
             self._wanted.clear()
 
     def _take(self) -> None:
         try:
             self.latest = dict(self._read())
-        except ours():  # it does not answer now: its profiler's start or stop says why
+        except ours():  # the engine does not answer; its profiler's start or stop reports why
             self.latest = {}
 
 
@@ -115,7 +115,7 @@ class _Metric(CounterSource):
 
 
 class _Reader(_Metric):
-    """The number of running requests. Sampling this source reads all metrics for the sources after it."""
+    """Source of the number of running requests. Sampling it also reads the metrics for all other sources."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         super().__init__(metrics, RUNNING, "", "level")
@@ -152,12 +152,12 @@ class _HitRate(_Metric):
 def read_page(
     page: str, names: Mapping[str, str], *, percents: Iterable[str] = (KV_CACHE, HITS)
 ) -> dict[str, float]:
-    """Return metrics of a Prometheus page, summed over the engines that it names.
+    """Return the metrics on a Prometheus page, summed over the engines that the page names.
 
     Args:
-        names: {name on the page: ours}.
-        percents: Names of ours that the page gives between 0 and 1. The result is the mean over the engines,
-            in percent.
+        names: {name on the page: name in the result}.
+        percents: Names in the result for values that the page gives between 0 and 1. For these the result is
+            the mean over the engines, in percent.
     """
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -174,7 +174,7 @@ def read_page(
 
 
 def _sample(line: str) -> tuple[str, float | None]:
-    """Return name and value of a line `name{labels} value [timestamp]`."""
+    """Return the name and the value of a line `name{labels} value [timestamp]`."""
     if line.startswith("#"):
         return "", None
     name, _, rest = line.partition("{")

@@ -22,10 +22,10 @@ opened_on: ContextVar[asyncio.AbstractEventLoop | None] = ContextVar("stepscope_
 
 
 async def own_thread(fn: Callable[..., T], *args: Any) -> T:
-    """Run `fn(*args)` on a daemon thread made for it (0.1 ms), like `asyncio.to_thread`.
+    """Run `fn(*args)` on a new daemon thread (0.1 ms), else like `asyncio.to_thread`.
 
-    The loop's default executor belongs to the user: if blocking tools or generations fill it, a capture would
-    have to wait. After a cancellation the thread goes on and its result is dropped.
+    The loop's default executor belongs to the user: while the user's blocking calls fill the executor, a
+    capture would have to wait. After a cancellation the thread goes on and its result is dropped.
     """
     context, result = copy_context(), Future[T]()
 
@@ -38,11 +38,11 @@ async def own_thread(fn: Callable[..., T], *args: Any) -> T:
 
 
 class WorkThread:
-    """One thread that does an owner's blocking work in order. It starts with the first piece of work.
+    """One thread that does its owner's blocking work in order. The thread starts with the first work.
 
     Work whose caller gave up is still completed before the next work begins. The thread ends with its owner.
-    It is a daemon, unlike an executor's: an engine that never answers must not keep the interpreter from
-    ending.
+    It is a daemon thread, unlike the threads of an executor: an engine that never answers must not keep the
+    interpreter from exiting.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class WorkThread:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work, which is done even if no caller waits for it. The future cannot be cancelled."""
+        """Queue `work`. The thread does it even if no caller waits; the future cannot be cancelled."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -96,4 +96,4 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
 def _work(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := works.get()) is not None:
         work()
-        del work  # it may hold the owner, which would keep this thread alive
+        del work  # `work` may refer to the owner, and would keep the owner and this thread alive

@@ -1,7 +1,7 @@
-"""The socket on which an engine's scheduling process answers for the forward passes that it keeps.
+"""The socket through which other processes read the forward passes that an engine's scheduler keeps.
 
-vLLM's core and SGLang's scheduler are processes of their own, and no API of theirs answers while they
-generate. So each listens on a Unix socket that is in no folder, and answers processes of its own user.
+vLLM's core and SGLang's scheduler are separate processes, and their APIs do not answer during generation. So
+each process listens on a Unix socket of the abstract namespace, and answers processes of its own user.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from urllib.parse import urlsplit
 import msgspec
 
 KEEP, KEPT = "keep", "kept"
-"""The questions: keep passes in so many MB of memory from now on; the kept passes since a time in unix ns."""
+"""The two questions, each sent with a number. `keep`: keep passes from now on, in this many MB of memory.
+`kept`: return the kept passes since this time in unix ns."""
 Answers = Mapping[str, Callable[[int], "bytes | None"]]
 """{question: function that answers it}."""
 ASK_S = 5.0
 """Longest wait for an answer."""
 _LISTENS = "0A"
-"""State of a socket in `/proc/net/tcp`, from Linux' `include/net/tcp_states.h`."""
+"""State of a listening socket in `/proc/net/tcp`, from Linux' `include/net/tcp_states.h`."""
 
 
 def listen(answers: Answers) -> None:
     """Answer questions from now on, on a thread. Has no effect on systems other than Linux."""
-    with suppress(OSError, AttributeError):  # no AF_UNIX, or no names without a folder
+    with suppress(OSError, AttributeError):  # this system has no AF_UNIX, or no abstract names
         server = socket.socket(socket.AF_UNIX)
         server.bind(_address(os.getpid()))
         server.listen()
@@ -40,14 +41,14 @@ def listen(answers: Answers) -> None:
 def _answer(answers: Answers, server: socket.socket) -> None:
     while True:
         asked, _ = server.accept()
-        with suppress(OSError), asked:  # the process that asked has gone
+        with suppress(OSError), asked:  # OSError: the process that asked has gone
             asked.settimeout(ASK_S)
             if _peer(asked)[1] == os.getuid():
                 asked.sendall(_answer_to(answers, asked.recv(256)))
 
 
 def _answer_to(answers: Answers, question: bytes) -> bytes:
-    """Return `none`, `some` and the content, or `fail` and the reason."""
+    """Return `none` if there is no content, `some` and the content, or `fail` and the reason."""
     try:
         method, number = msgspec.msgpack.decode(question, type=tuple[str, int])
         content = answers[method](number)
@@ -57,11 +58,11 @@ def _answer_to(answers: Answers, question: bytes) -> bytes:
 
 
 def ask(pid: int, question: str, number: int) -> bytes | None:
-    """Ask a process of this host, while it generates.
+    """Return the answer of a process of this host, or None if the answer has no content.
 
     Raises:
         ConnectionRefusedError: the process does not listen.
-        OSError: it did not answer in `ASK_S`, or failed.
+        OSError: the process did not answer within `ASK_S`, or could not answer.
     """
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(ASK_S)
@@ -78,7 +79,7 @@ def ask(pid: int, question: str, number: int) -> bytes | None:
 
 
 def ask_all(pids: Iterable[int], question: str, number: int) -> list[bytes | None] | None:
-    """Return the answers of those processes that listen; None if none does."""
+    """Return the answers of the processes that listen; None if no process listens."""
     answers = []
     for pid in pids:
         with suppress(ConnectionRefusedError, FileNotFoundError):
@@ -87,22 +88,22 @@ def ask_all(pids: Iterable[int], question: str, number: int) -> list[bytes | Non
 
 
 def _address(pid: int) -> bytes:
-    """Return the name of a process' socket, which is in no folder."""
+    """Return the name of a process' socket. The leading zero puts the name in the abstract namespace."""
     return b"\0stepscope-passes-%d" % pid
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the user's id of the other end."""
+    """Return the pid and the user id of the process at the other end."""
     option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", option)
     return pid, uid
 
 
 def keep_behind(urls: Iterable[str], memory_mb: int) -> bool:
-    """Let servers keep their latest passes, as far as they are on this host.
+    """Make the servers that run on this host keep their latest passes.
 
     Returns:
-        False if one of them does not serve yet.
+        False if one of the servers does not serve yet.
     """
     serve = True
     for url in urls:
@@ -113,7 +114,7 @@ def keep_behind(urls: Iterable[str], memory_mb: int) -> bool:
 
 
 def kept_behind(urls: Iterable[str], start_ns: int) -> list[bytes]:
-    """Return the copies of the passes since `start_ns` (unix ns) that servers of this host keep."""
+    """Return the passes since `start_ns` (unix ns) that servers of this host keep, as packed copies."""
     answers = (ask_all(behind(url) or (), KEPT, start_ns) for url in urls)
     return [content for contents in answers for content in contents or () if content is not None]
 
@@ -122,7 +123,8 @@ def behind(url: str) -> list[int] | None:
     """Return the processes of the server at a URL, and their descendants.
 
     Returns:
-        None if the server is on another host or another user's. Empty while nothing listens there.
+        None if the server runs on another host or as another user. Empty while no process listens on its
+        port.
     """
     host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
     if not _is_here(host):
@@ -136,7 +138,7 @@ def below(pids: Iterable[int]) -> list[int]:
     """Return these processes and their descendants."""
     children = defaultdict[int, list[int]](list)
     for pid in _pids():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             stat = Path(f"/proc/{pid}/stat").read_text()
             children[int(stat.rpartition(")")[2].split()[1])].append(pid)
     found = dict.fromkeys(pids)
@@ -149,7 +151,7 @@ def below(pids: Iterable[int]) -> list[int]:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether a host's name is one of this host."""
+    """Return whether a host name or address is this host's."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as bound:
@@ -169,7 +171,7 @@ def _listening(port: int) -> Iterator[str]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """Return the inodes of a process' sockets; none of another user's."""
+    """Return the inodes of a process' sockets; empty for a process of another user."""
     links = list[str]()
     with suppress(OSError):
         for file in os.scandir(f"/proc/{pid}/fd"):

@@ -1,4 +1,4 @@
-"""Notes of an engine's forward passes during a capture, and the file of them.
+"""Notes of an engine's forward passes, and the file that contains the notes.
 
 Code in the process that schedules the passes calls `PassLog`: an adapter's hook, or an engine of your own:
 
@@ -6,7 +6,7 @@ Code in the process that schedules the passes calls `PassLog`: an adapter's hook
     if log is not None:
         log.note(began_ns, ended_ns, "decode", {request.id: 1 for request in batch}, ...)
 
-It is one file, because the log, its copies for other threads and the file have the same columns.
+This is one file, because the log, its copies for other threads and the file of passes have the same columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stepscope.files.storage.atomic import free_path, write_atomic
 
 T = TypeVar("T")
 TOOL = "stepscope"
-"""`Artifact.tool` of such a file: no profiler of the engine writes it."""
+"""`Artifact.tool` of a file of passes, which stepscope writes and not the engine's profiler."""
 log = logging.getLogger("stepscope")
 _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
@@ -49,22 +49,25 @@ _kept: PassRing | None = None
 """The passes that the flight recorder keeps of this process' engine between captures, or None. One writer:
 `keep`."""
 _PASS_BYTES, _SERVED_BYTES, _REQUEST_BYTES = 33, 12, 400
-"""Memory of a pass, of a request in a pass, and of a request."""
+"""Memory in bytes of a pass, of each request in a pass, and of a request itself."""
 _TYPES = {
     "begins": "q", "ends": "q", "kinds": "b", "kv_use": "f", "counts": "i", "running": "i", "waiting": "i",
     "requests": "i", "tokens": "i", "outputs": "i",
 }  # fmt: skip
 """{column of a `_Part`: type of its array}."""
 _COMING = ".passes-coming"
-"""End of the name of a file that stands for a file of passes while it is written."""
+"""Suffix of the empty file that exists while a thread writes the file of passes."""
 _COMES_S, _LOOK_S = 30.0, 0.02
-"""Longest wait for such a file, and the time between two looks."""
+"""Longest wait until a file of passes is written, and the time between two checks."""
 _PART_BYTES = 1 << 20
-"""Memory of a part of a `PassRing`, at most. Its columns move as they grow: more bytes hold up the engine."""
+"""Largest memory of a part of a `PassRing`. Larger parts would hold up the engine, because growing arrays are
+copied."""
 
 
 class _Positions(dict[str, int]):
-    """{id of a request: its position}. A new id gets the next one, and its caller's id from `earlier`."""
+    """{id of a request: its position}. A new id gets the next position. Its caller's id is looked up in
+    `earlier`, the callers of earlier parts.
+    """
 
     def __init__(self, callers: dict[str, str]) -> None:
         self._callers = callers
@@ -80,7 +83,7 @@ class _Positions(dict[str, int]):
 
 
 class _Part:
-    """The passes of a stretch of time that began with `opened`, in columns, and the requests in them."""
+    """The passes since `opened`, in columns, and the requests in these passes."""
 
     def __init__(self, opened: ClockAnchor) -> None:
         self.opened = opened
@@ -88,11 +91,11 @@ class _Part:
         self.callers: dict[str, str] = {}
         self.positions = _Positions(self.callers)
         self.versions: list[tuple[int, Version]] = []
-        """(number of the part's passes before it, version of the weights), in order."""
+        """(number of the part's passes before the change, new version of the weights), in order."""
         self.updates: list[tuple[int, int | None]] = []
-        """(number of the part's passes before it, count of the updates of the weights), in order."""
+        """(number of the part's passes before the change, new count of weight updates), in order."""
         self.weights: list[tuple[int, Version]] = []
-        """(time, version of the weights from then on), in order."""
+        """(time by CLOCK_MONOTONIC, version of the weights from then on), in order."""
         self.begins, self.ends = array("q"), array("q")
         self.kinds, self.kv_use = array("b"), array("f")
         self.counts, self.running, self.waiting = array("i"), array("i"), array("i")
@@ -107,7 +110,7 @@ class PassLog:
     """The passes of one engine since the log was made. May be used from any thread.
 
     Args:
-        most: Number of passes to keep. Further ones are counted.
+        most: Largest number of passes to keep. Further passes are only counted.
     """
 
     def __init__(self, most: int) -> None:
@@ -115,9 +118,10 @@ class PassLog:
         self._most = most
         self._lock = threading.Lock()
         self._parts: Sequence[_Part] = (_Part(read_anchor()),)
-        """The parts in order, of which the last one grows. One, unless a `PassRing` begins more."""
+        """The parts in order. New passes go to the last part. Only a `PassRing` has more than one part."""
         self._stale: Version = None
-        """Version of the weights before the last update, until another one is stated; or None."""
+        """Version that was stated before the last `update`, or None. `note` ignores this version, because the
+        new weights have another."""
 
     def arrive(self, request: str, *, caller_id: str | None = None, at_ns: int | None = None) -> None:
         """Note that a request was put into the engine's queue.
@@ -138,7 +142,7 @@ class PassLog:
         self._parts[-1].callers[request] = caller_id
 
     def update(self, at_ns: int | None = None) -> None:
-        """Note that the engine has new weights. The version that was stated before is not theirs.
+        """Note that the engine has new weights. The version that was stated before no longer holds.
 
         Args:
             at_ns: Time by CLOCK_MONOTONIC; None for now.
@@ -169,11 +173,11 @@ class PassLog:
         Args:
             begin_ns: Begin by CLOCK_MONOTONIC. `end_ns` likewise.
             tokens: {id of a request: number of its tokens that the pass computed}.
-            output: The tokens that the pass added to each request's output, in the order of `tokens`.
+            output: Number of tokens that the pass added to each request's output, in the order of `tokens`.
             kv_use: Used part of the KV cache, from 0 to 1.
-            weights: Version of the weights, if whoever updated them stated one.
-            updates: Number of updates of the weights since the engine started, if it is counted.
-            preempted: The requests that lost their place in the KV cache since the pass before.
+            weights: Version of the weights, or None if the trainer stated no version.
+            updates: Number of weight updates since the engine started, or None if unknown.
+            preempted: Requests that were preempted since the pass before.
         """
         with self._lock:
             part = self._room(begin_ns)
@@ -193,7 +197,7 @@ class PassLog:
                 part.last_ids = ids
                 part.last_positions = array("i", list(map(part.positions.__getitem__, ids)))
             part.requests.extend(part.last_positions)
-            # `extend` of another iterable grows the array number by number.
+            # `extend` with a list would grow the array once for each number.
             part.tokens.fromlist(list(tokens.values()))
             part.outputs.fromlist(list(output))
             part.preempted += [(number, request) for request in preempted]
@@ -211,10 +215,12 @@ class PassLog:
         return part if len(part.begins) < self._most else None
 
     def copy(self, since_ns: int = 0, dp: int = 0) -> PassCopy:
-        """Return all passes so far, as they stand in memory: the engine is held up for milliseconds.
+        """Return a copy of all passes so far. The columns are copied as they are, so the engine waits only
+        for milliseconds.
 
         Args:
-            since_ns: Unix ns. Passes before it may be left out; but not those of requests that ran later.
+            since_ns: Unix ns. Passes before this time may be left out, except passes of requests that also
+                ran later.
             dp: Number of the data-parallel engine.
         """
         with self._lock:
@@ -227,8 +233,8 @@ class PassLog:
         return PassCopy(parts=copies, dropped=self.dropped, closed=closed, dp=dp, host=host)
 
     def _first_since(self, since_ns: int) -> int:
-        """Return the number of the first part with passes after a time, or with earlier ones of their
-        requests.
+        """Return the index of the first part to copy: the part at `since_ns`, or an earlier part that shares
+        a request with the parts from there on.
         """
         parts = self._parts
         first = max(0, bisect_right([part.opened.mono_ns for part in parts], since_ns) - 1)
@@ -236,7 +242,7 @@ class PassLog:
         return next((at for at in range(first) if not names.isdisjoint(parts[at].positions)), first)
 
     def file(self, dp: int = 0) -> PassFile:
-        """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
+        """Return all passes so far, as the content of a file. `publish_passes` adds the step and run."""
         return self.copy(dp=dp).file()
 
 
@@ -278,14 +284,15 @@ class PassCopy(msgspec.Struct):
     host: str
 
     def packed(self) -> bytes:
-        """Return it as bytes, for `unpacked_copy` in another process."""
+        """Return the copy as bytes, for `unpacked_copy` in another process."""
         return msgspec.msgpack.encode(self)
 
     def file(self, caller_of: Callable[[str], str] | None = None) -> PassFile:
         """Return the content of a file.
 
         Args:
-            caller_of: Returns the caller's id of a request for which none was noted, or its own id.
+            caller_of: Returns the caller's id for a request's own id. Called for requests whose caller's id
+                was not noted.
         """
         positions, preempted = _Positions({}), list[tuple[int, str]]()
         passes = {name: list[Any]() for name in records.Passes.__struct_fields__}
@@ -364,7 +371,9 @@ def unpacked_copy(content: bytes) -> PassCopy:
 
 
 class PassRing(PassLog):
-    """The latest passes of one engine, in parts. The oldest part is dropped when all take `memory_mb`."""
+    """The latest passes of one engine, in parts. The oldest part is dropped when all parts take
+    `memory_mb`.
+    """
 
     def __init__(self, memory_mb: int) -> None:
         super().__init__(0)
@@ -381,10 +390,11 @@ class PassRing(PassLog):
         part = _Part(msgspec.structs.replace(now, wall_ns=opened_ns, mono_ns=begin_ns))
         kept = self._parts[1 - self._most_parts :]
         part.positions.earlier = [one.callers for one in reversed(kept)]
-        last.positions.earlier = ()  # it would hold the dropped parts in memory
+        last.positions.earlier = ()  # else it would keep dropped parts in memory
         part.versions = [(0, version) for _, version in last.versions[-1:]]
         part.updates = [(0, count) for _, count in last.updates[-1:]]
-        # What came while the pass ran is in `last`, and is needed after `last` is dropped.
+        # `last` has the requests and weights that came while the pass ran. They are copied to the new part,
+        # because `last` is dropped first.
         for request, at_ns in takewhile(lambda one: one[1] >= begin_ns, reversed(last.arrived.items())):
             part.arrived[request] = at_ns
             part.positions[request]
@@ -407,10 +417,11 @@ def _at_ends(
     """Return the values at the first and at the last pass of each request.
 
     Args:
-        changes: (number of passes before it, new value), in order.
+        changes: (number of passes before the change, new value), in order.
         before: The value before the first change.
         known: Number of requests.
-        rows: Number of rows of `served` before each pass, and of all.
+        rows: Number of rows of `served` before each pass, and at the end the number of all rows.
+        served: Position of the request in each row.
     """
     begun: dict[int, T] = {}
     ended = [before] * known
@@ -423,7 +434,7 @@ def _at_ends(
 
 
 def between(file: PassFile, start_ns: int, end_ns: int) -> PassFile:
-    """Return the passes that ran between two times, and the requests that they served or that came meanwhile.
+    """Return the passes that ran between two times, and the requests that ran or arrived in that time.
 
     Args:
         start_ns: Time in unix ns of the engine's host. `end_ns` likewise.
@@ -475,7 +486,9 @@ def write(content: bytes, folder: Path, stem: str) -> Path:
 def write_apart(
     copy: PassCopy, folder: Path, stem: str, caller_of: Callable[[str], str] | None = None
 ) -> None:
-    """Write a file of passes for `take`, on a thread: the engine would wait 0.1 s for 20,000 passes."""
+    """Write a file of passes for `take`. A new thread writes, because 20,000 passes would hold up the engine
+    for 0.1 s.
+    """
     coming = folder / f"{stem}{_COMING}"
 
     def make() -> None:
@@ -484,14 +497,17 @@ def write_apart(
         finally:
             coming.unlink(missing_ok=True)
 
-    folder.mkdir(parents=True, exist_ok=True)  # vLLM makes it for its first trace
+    folder.mkdir(parents=True, exist_ok=True)  # vLLM makes the folder only for its first trace
     coming.touch()
     threading.Thread(target=make, name="stepscope-passes-file").start()
 
 
 def take(folder: Path, stems: str) -> list[PassFile]:
-    """Return the files of passes in `folder` whose stems match, and remove them. Waits for those that are
-    being written. A damaged one is logged.
+    """Return the files of passes in `folder` whose names match `stems`, and remove them. Waits for files that
+    are being written. Logs damaged files and leaves them out.
+
+    Args:
+        stems: Glob pattern of the names without their suffix.
     """
     until = time.monotonic() + _COMES_S
     while any(folder.glob(f"{stems}{_COMING}")) and time.monotonic() < until:
@@ -507,8 +523,8 @@ def take(folder: Path, stems: str) -> list[PassFile]:
 
 
 def publish_passes(file: PassFile, capture: EngineCapture) -> list[Artifact]:
-    """Write the passes of an engine into the capture's folder, and return the artifact; none without a
-    pass.
+    """Write the passes of an engine into the capture's folder, and return the artifact; empty if there are no
+    passes.
     """
     if not file.passes.number:
         return []
@@ -532,7 +548,7 @@ def publish_passes(file: PassFile, capture: EngineCapture) -> list[Artifact]:
 
 
 def _first(file: PassFile, most: int) -> PassFile:
-    """Return the first passes of a file, and count the others."""
+    """Return a file with only the first `most` passes. The other passes are added to `dropped`."""
     lost = len(file.passes.number) - most
     if lost <= 0:
         return file
@@ -540,7 +556,7 @@ def _first(file: PassFile, most: int) -> PassFile:
 
 
 def _rows(file: PassFile, first: int, last: int) -> PassFile:
-    """Return the passes of a file from `first` up to `last`, with all requests."""
+    """Return a file with the passes from index `first` up to `last`, and with all requests."""
     passes, lost = file.passes, file.preempted
     from_row, to_row = sum(passes.requests[:first]), sum(passes.requests[:last])
     numbers = passes.number[first:last]
@@ -562,20 +578,20 @@ def _span(numbers: Sequence[int]) -> tuple[int, int]:
 
 
 def current() -> PassLog | None:
-    """Return the log of this process' engine: that of the running capture, else that of the flight recorder;
-    None if neither notes passes.
+    """Return the log that this process' engine writes to: the running capture's, else the flight recorder's.
+    Return None if neither notes passes.
     """
     return _kept if _current is None else _current
 
 
 def keep(memory_mb: int) -> None:
-    """Keep the latest passes of this process' engine from now on, between captures. Idempotent."""
+    """Keep the latest passes of this process' engine between captures, from now on. Idempotent."""
     global _kept
     _kept = _kept or PassRing(memory_mb)
 
 
 def kept(start_ns: int) -> list[PassFile]:
-    """Return the passes since `start_ns` (unix ns) that `keep` keeps; empty before it."""
+    """Return the passes since `start_ns` (unix ns) that are kept; empty before the first call of `keep`."""
     return [] if _kept is None else [_kept.copy(start_ns).file()]
 
 
@@ -586,7 +602,7 @@ def begin(capture: EngineCapture) -> None:
 
 
 def end(capture: EngineCapture | None) -> list[Artifact]:
-    """End what `begin` began, and return the artifact of the passes; none if the engine noted no pass.
+    """End what `begin` began, and return the artifact of the passes; empty if the engine noted no pass.
 
     Args:
         capture: The capture, or None to drop the passes.

@@ -43,12 +43,12 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     run_id: str
-    """The id of the run that captures. It goes into the sidecars."""
+    """Id of the run, which the sidecars repeat."""
     out_dir: str
-    """Absolute path of the folder `<step>/traces/rollout/replica<n>`. Create it on the host that writes,
-    which may be another one."""
+    """Absolute path of the folder `<step>/traces/rollout/replica<n>`. The profiler creates the folder on the
+    host that writes the files, which may be another host."""
     step_dir: str
-    """Absolute path of the step's folder, which `Artifact.path` is relative to."""
+    """Absolute path of the step's folder. `Artifact.path` is relative to this folder."""
     name: str
     """Profile name or prefix: distinct for each capture of a run."""
     replica: int
@@ -65,10 +65,10 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """False if the capture notes only forward passes, and the engine's own profiler does not run."""
     seconds: float | None = None
     """Seconds after which a profiler that has a timer ends the recording by itself, because the process that
-    opened it may be gone; None for no limit."""
+    opened the capture may be gone; None for no limit."""
     stop_seconds: float | None = None
-    """Time that the caller of `start` and `stop` waits for each, unless `patience_s` gives another; None to
-    wait without limit. A longer stop goes on while the engine may serve again."""
+    """Longest time that the caller waits for `start`, and again for `stop`; None for no limit. `waited_s`
+    takes precedence. A stop that takes longer goes on in the background."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
@@ -77,14 +77,14 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
-"""Deadline in s of the current `start` or `stop`, or None; see `patience_s`. Writers: captures and
-`RayRollout`."""
+"""Longest wait in s for the current `start` or `stop`; None for `EngineCapture.stop_seconds`. Writers:
+captures and `RayRollout`."""
 
 
 def patience_s(capture: EngineCapture) -> float:
-    """Return how long the capture waits for the current `start` or `stop`, in s; infinite without a deadline.
+    """Return how long the capture waits for the current `start` or `stop`, in s; infinite without a limit.
 
-    `close(deadline_s=)` overrides it.
+    `close(deadline_s=)` sets the limit for its own stop.
     """
     waited = waited_s.get()
     seconds = capture.stop_seconds if waited is None else waited
@@ -111,33 +111,33 @@ class EngineProfiler(Protocol):
 
     @property
     def processes(self) -> int:
-        """Number of processes that hold this replica together, each with its own engine object and its own
+        """Number of processes that run this replica together, each with its own engine object and its own
         capture of the replica (vLLM's external launcher). 1 if one process owns the engine.
         """
         return 1
 
     @property
     def workers(self) -> Sequence[object]:
-        """Handles of the worker processes (Ray actors) that this profiler records. A capture records only
-        spans in these. Empty for engines in this process or behind HTTP.
+        """Handles of the Ray actors whose engines this profiler records. In these actors, a capture records
+        spans and nothing else. Empty for engines in this process or behind HTTP.
         """
         return ()
 
     @abstractmethod
     def check(self) -> None:
         """Check before the run that the version is supported and the engine's profiler enabled. May block, so
-        do not call it on an event loop.
+        do not call this method on an event loop.
 
         Raises:
-            EngineError: with the fix.
+            EngineError: the check failed. The message has the fix.
         """
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
-        """Return {option: reason} for the options of such captures that will have no effect. Called before
-        the run, after `check`. May block.
+        """Return {option: reason} for the options of `capture` that will have no effect. Called before the
+        run, after `check`. May block.
 
         Raises:
-            EngineError: the engine cannot record such a capture at all, with the fix.
+            EngineError: the engine cannot record this capture at all. The message has the fix.
         """
         return {}
 
@@ -149,22 +149,21 @@ class EngineProfiler(Protocol):
     async def stop(self) -> list[Artifact]:
         """Stop recording. Return the files, complete on disk, with ranks known or None.
 
-        A stop that is cancelled may go on by itself. Readers find its files by their sidecars.
+        A stop that is cancelled may go on in the background. Readers find the files by their sidecars.
         """
 
     def counters(self) -> Sequence[CounterSource]:
         """Return the counters of the engine for one capture; empty if there are none.
 
-        The caller samples them in their order, on one thread, and closes them.
+        The caller samples the counters in the returned order, on one thread, and closes them.
         """
         return ()
 
     @property
     def ignored(self) -> Mapping[str, str]:
-        """{option: reason} for options of the latest capture without effect, and three further keys:
-        `artifacts` says why there are no files although all went well (another tool writes them); `late` says
-        why files may still come after the stop has returned or failed; `idle` says that the engine ran
-        nothing.
+        """{option: reason} for options that had no effect on the latest capture. Three further keys are
+        possible: `artifacts` says why a successful capture has no files (another tool writes them); `late`
+        says why files may still come after the stop; `idle` says that the engine ran nothing.
         """
 
 
@@ -190,7 +189,7 @@ class EngineProfilerBase(EngineProfiler):
             self._waiting = Waiting(self, capture, capture.iterations.running)
 
     async def close(self) -> list[Artifact]:
-        """Stop what `open` began. A window that never opened leaves no files, and the reason in `ignored`."""
+        """Stop what `open` began. If the window never opened, return [] and set the reason in `ignored`."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and not await waiting.end():
             self._ignored = waiting.why()
@@ -198,12 +197,13 @@ class EngineProfilerBase(EngineProfiler):
         return await self.stop()
 
     def sample_apart(self) -> None:
-        """Make the engine's own process sample its counters between captures, if that is another process."""
+        """If the engine runs in another process, make that process sample its counters between captures."""
 
     def weakly(self) -> Callable[[], EngineProfilerBase | None]:
         """Return a function that returns a profiler of this engine, or None once the engine is gone.
 
-        The flight recorder keeps the function, which must not hold a profiler that refers to the engine.
+        The flight recorder keeps the function. If the profiler refers to the engine, override this method,
+        because the function must hold no strong reference to the engine.
         """
         return lambda: self
 
@@ -214,12 +214,13 @@ class EngineProfilerBase(EngineProfiler):
             memory_mb: Memory that the passes may take.
 
         Returns:
-            False if the engine cannot be asked yet. Called from a thread of stepscope, until it returns True.
+            False if the engine cannot answer yet. A thread of stepscope calls this method until it returns
+            True.
         """
         return True
 
     def kept_passes(self, start_ns: int) -> list[PassFile]:
-        """Return the kept passes since `start_ns` (unix ns); empty if none are kept. May block."""
+        """Return the kept passes since `start_ns` (unix ns); empty if the engine keeps none. May block."""
         return []
 
     @property
@@ -280,12 +281,12 @@ class EngineFactory(Protocol):
     doctor` compares them with the range in the adapter's `engine` extra."""
 
     builder: str = ""
-    """`module:Class.method` that builds every engine, if `arm` has to be called before it; else empty. Under
-    `stepscope run`, `arm` is called before it if an `instrument` entry names the adapter. Its top-level
-    module has the adapter's name."""
+    """`module:Class.method` that builds every engine; empty if the adapter needs no `arm`. Under
+    `stepscope run`, `arm` is called before this method if an `instrument` entry names the adapter. The
+    top-level package of `module` must have the adapter's name."""
 
     def arm(self, config: ProfileConfig, settings: object) -> None:
-        """Prepare the engine that is about to be built for its profiler. Settings of the user are kept.
+        """Enable the profiler of an engine that is about to be built. Keep the settings of the user.
 
         Args:
             settings: First argument of the call of `builder`.
@@ -297,7 +298,7 @@ class EngineFactory(Protocol):
         """Return whether `engine` is one of this adapter's engines. Must not import the engine's library."""
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
-        """Return the profiler of the server at `url`, which an unedited program has launched.
+        """Return the profiler of the server at `url`, which a program without stepscope's code has launched.
 
         Raises:
             EngineError: the adapter does not support servers.
@@ -310,8 +311,8 @@ class EngineFactory(Protocol):
     def owned(self) -> Sequence[object]:
         """Return the engines of this kind that live in this process, for `capture(engines="<name>")`.
 
-        The order is the same at every call. Empty if there is no engine, or if it is unclear which objects
-        are engines.
+        The order is the same at every call. Empty if there is no engine, or if the adapter cannot tell which
+        objects are engines.
         """
 
     @abstractmethod
@@ -373,8 +374,8 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
     it.
 
     Args:
-        engine: What the user gave to `capture(engines=)`.
-        replica: Its position there, which becomes its number unless the profiler already has one.
+        engine: An object that the user gave to `capture(engines=)`.
+        replica: Position of `engine` in that argument: the replica's number, unless its profiler has one.
 
     Raises:
         EngineError: no installed adapter knows this object.
@@ -398,8 +399,8 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
 
 
 def _order(point: EntryPoint, engine: object) -> tuple[bool, bool, str]:
-    """Return the sort key of an adapter: first the one named like the library of the engine's class; last
-    `torch`, which accepts any object that holds a module.
+    """Return the sort key of an adapter. The adapter with the name of the engine's library comes first, and
+    `torch` last, because `torch` accepts any object that holds a module.
     """
     libraries = {kind.__module__.partition(".")[0] for kind in type(engine).__mro__}
     return point.name == "torch", point.name not in libraries, point.name

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 ProfilerFactory: TypeAlias = Callable[[object, int], EngineProfiler]
 """Returns the profiler for (engine, replica). Called in the actor; an `EngineFactory` is one."""
 Instrumented: TypeAlias = dict[str, list[tuple[int | None, object | None]]]
-"""{adapter: [(the framework's number or None, None)]} for the engines of a process. For an engine elsewhere,
-the second value is its URL or its Ray actor."""
+"""{adapter: [(the framework's number or None, where)]} for the engines that a process has registered. `where`
+is None for an engine in the process, else the engine's URL or Ray actor."""
 
 _CHECK_S = 300.0
-"""Longest time for a check, because the actor may still be loading its model."""
+"""Longest wait for a check. It is long because the actor may still be loading its model."""
 _GRACE_S = 2.0
-"""Longest time for which a start waits for a stop that is still running."""
+"""Longest time that a start waits for an earlier stop that is still running."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +54,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayRollout(EngineProfilerBase):
-    """Drives the engine inside a Ray actor: the engine's own profiler is built and run there.
+    """Drives the engine inside a Ray actor. The engine's profiler is built and run in the actor.
 
     Works with sync, threaded and async actors; an async actor's engine is driven on the actor's own loop. A
-    busy sync actor answers after the method that it runs, within the caller's deadline. If the caller gives
-    up a start, the actor undoes it as soon as it can.
+    busy sync actor answers when its current method has returned. If the caller gives up a start, the actor
+    undoes the start as soon as it can.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class RayRollout(EngineProfilerBase):
         Args:
             actor: Handle of the replica's actor.
             engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
-            attribute: Where the engine is in the actor's object: `llm` for `self.llm`, `server.engine`...
-                None for the engine that an `instrument` entry found there, the object itself, or the one
-                attribute that the adapter recognises. Else the one engine of the adapter's kind in the
-                actor's process.
+            attribute: Path of the engine in the actor's object: `llm` for `self.llm`, `server.engine`... If
+                None, stepscope uses the first of these that exists: the engine that an `instrument` entry
+                found in the actor, the object itself if the adapter recognises it or is a function, the only
+                attribute that the adapter recognises, the only engine of the adapter's kind in the process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         super().__init__(replica)
@@ -88,8 +88,7 @@ class RayRollout(EngineProfilerBase):
         """Token of the running capture in the actor, or None when idle."""
         self._step_dir = ""
         self._given_up: list[str] = []
-        """Tokens of starts that were cancelled before they were answered, and may still happen in the
-        actor."""
+        """Tokens of starts that were cancelled before the actor answered. The actor may still run them."""
 
     @property
     def actor_id(self) -> str:
@@ -141,7 +140,8 @@ class RayRollout(EngineProfilerBase):
         self._place, self._token = self._at(capture.replica), uuid.uuid4().hex
         self._step_dir = capture.step_dir
         try:
-            await self._line.ask(present)  # given up while the actor is busy, nothing has to be taken back
+            # If the caller gives up during this call because the actor is busy, there is no start to undo.
+            await self._line.ask(present)
             await self._start(self._token, capture)
         except BaseException:
             self._token = None
@@ -152,12 +152,12 @@ class RayRollout(EngineProfilerBase):
         if token is None:
             return []
         step_dir = self._step_dir  # a later start may change it while this stop is at work
-        # Given up by its caller, it goes on in the actor: the files are worth more than an early end.
+        # The actor completes the stop even if the caller gives up, because the files are worth having.
         try:
             call = self._line.call(stop, self._place, token, waited_s.get(), keep=True)
             artifacts, ignored = await call
         except CallFailedError:
-            with suppress(EngineError):  # whether files may still come; the actor may be gone by now
+            with suppress(EngineError):  # the actor may be gone; else it says whether files may still come
                 self._ignored = await self._line.ask(ignored_of, self._place)
             raise
         self._ignored = ignored | await bring_home(self._line, step_dir, artifacts)
@@ -177,7 +177,7 @@ class RayRollout(EngineProfilerBase):
         return Place(engine=self._engine, attribute=self._attribute, replica=replica)
 
 
-# In the actor, on its event loop (or on one of ours).
+# The code below runs in the actor, on its event loop or, if it has none, on a loop of stepscope.
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Seat:
     token: str | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Future[list[Artifact]] | None = None
-    """The latest stop, or None. It may still be running after its caller has given up."""
+    """The latest stop, or None. The stop may still be running after its caller has given up."""
 
     def end(self) -> asyncio.Future[list[Artifact]]:
         self.token = None
@@ -209,7 +209,7 @@ class Seat:
 
 
 _seats: dict[tuple[object, ...], Seat] = {}
-"""The seats of this process. They are not stored in the actor's object, because that is the user's. One
+"""The seats of this process. They are not stored in the actor's object, which belongs to the user. One
 writer: `_seat`."""
 _taken_back: deque[str] = deque(maxlen=1000)
 """Tokens of starts that were given up. Only `take_back` adds tokens, on the loop, so that no start is
@@ -240,7 +240,7 @@ async def check_capture(instance: object, place: Place, capture: EngineCapture) 
 
 
 async def seat(instance: object, place: Place) -> None:
-    """Make the profiler of an engine. From then on this process' flight recorder samples the engine's
+    """Make the profiler of an engine, so that the flight recorder of this process samples the engine's
     counters.
     """
     await _seat(instance, place)
@@ -269,7 +269,7 @@ async def stop(
     seat = _seats.get(_key(place))
     if seat is None or seat.token != token:
         raise EngineError("the actor restarted after the capture began: what it had recorded is lost")
-    waited_s.set(waited)  # in the task that this is
+    waited_s.set(waited)  # for this asyncio task only
     return await seat.end(), dict(seat.profiler.ignored)
 
 
@@ -279,7 +279,7 @@ def ignored_of(instance: object, place: Place) -> dict[str, str]:
 
 
 async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
-    """End the captures whose start was given up, also those whose start has not arrived yet."""
+    """End the captures whose start was given up, including captures whose start has not arrived yet."""
     _taken_back.extend(tokens)
     seat = _seats.get(_key(place))
     if seat is not None and seat.token in tokens:
@@ -288,7 +288,7 @@ async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
 
 def _seen(stopping: asyncio.Future[list[Artifact]]) -> None:
     if not stopping.cancelled():
-        stopping.exception()  # else asyncio complains about an error that nobody fetched
+        stopping.exception()  # else asyncio logs "exception was never retrieved"
 
 
 async def _seat(instance: object, place: Place) -> Seat:

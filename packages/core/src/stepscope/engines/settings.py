@@ -36,19 +36,21 @@ def name_settings(
 ) -> None:
     """Name settings of this run that the advice in its reports may suggest to change.
 
-    Presets and engine adapters call this for their own settings. Captured steps keep the settings named last.
+    Presets and engine adapters call this for their own settings. A later call for the same framework replaces
+    its settings.
 
         name_settings("mine", {"max_requests": ("rollout.slots", 256), "tool_pool": ("tools", 8)})
 
     Args:
         framework: Name of the framework or engine.
-        settings: {knob: (name, present value)}. A value is a number, a boolean, or None for unset. The value
-            that turns a switch on comes third if it is not True; both may then be words.
+        settings: {knob: (name, current value)}. A value is a number, a boolean, or None if unset. For a
+            switch that is not turned on by True: (name, current value, value that turns it on); both values
+            may be words.
         version: Version of the framework.
         engine: True for an inference engine. Advice prefers a setting of the framework to one of its engine.
 
     Raises:
-        ConfigError: a knob is unknown, or a name or value cannot be kept.
+        ConfigError: a knob is unknown, or a name or value is not valid.
     """
     if switch.DISABLED:
         return
@@ -63,13 +65,13 @@ def name_settings(
 
 
 def keep(settings: FrameworkSettings) -> None:
-    """Keep settings for the manifest. They replace earlier ones of the same framework."""
+    """Keep settings for the manifest, in place of earlier settings of the same framework."""
     if settings.framework in _named or len(_named) < _MOST:
         _named[settings.framework] = settings
 
 
 def kept() -> tuple[FrameworkSettings, ...]:
-    """Return the settings that were kept in this process: frameworks before engines."""
+    """Return the settings that were kept in this process, frameworks before engines."""
     return tuple(sorted(_named.values(), key=lambda settings: settings.engine))
 
 

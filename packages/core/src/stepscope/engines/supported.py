@@ -1,6 +1,6 @@
 """Versions of an engine that its adapter supports.
 
-They are stated only by the `engine` extra of the adapter's distribution (`vllm>=0.8.5,<=0.33.0`).
+The range is stated in one place: the `engine` extra of the adapter's distribution (`vllm>=0.8.5,<=0.33.0`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def stated_in(requirements: Iterable[str]) -> Supported | None:
 
 
 def expect_supported(supported: Supported | None, version: str | None) -> None:
-    """Warn once of a version above the range. Its signatures then decide what is supported.
+    """Warn once if `version` is above the range. The adapter then reads the engine's abilities from its code.
 
     Raises:
         EngineError: the version is below the range.
@@ -90,8 +90,8 @@ def _warn(text: str) -> None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, which compare as versions do: `0.31.0+cpu` -> (0, 31, 0); () for a
-    text without numbers at its start.
+    """Return the numbers of a version, as a tuple that sorts as versions do: `0.31.0+cpu` -> (0, 31, 0).
+    Return () for a text that does not begin with a number.
     """
     release = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return tuple(int(part) for part in release[1].split(".")) if release else ()

@@ -1,8 +1,8 @@
 """The profiler of torch generation in this process: Hugging Face `generate`, or a custom decode loop.
 
-Generation may run on the main thread, on a worker's, on an event loop's, or move between them. So all threads
-are recorded: 2.2x an operator's time instead of 1.4x, while a capture runs. The torch backend does it with
-all its guards: one torch.profiler session per process, never nested, never left open.
+Generation may run on any thread, and move between threads. So the profiler records all threads, which makes
+an operator take 2.2x its time during a capture, instead of 1.4x for one thread. The torch backend does the
+recording and keeps its guarantees: one torch.profiler session per process, never nested, never left open.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """One recording. States: waiting -> recording -> over. `tick` may be called from any thread, at any
-    time.
+    """The recording of one capture. States: waiting -> recording -> over.
+
+    `tick` may be called from any thread, in any state.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Recording:
                 raise
 
     def tick(self, *, by_hand: bool) -> None:
-        """Count one iteration. Raises nothing, because it runs in the user's code."""
+        """Count one iteration. This method raises nothing, because it runs in the user's code."""
         with self._lock:
             if by_hand:
                 self._by_hand += 1
@@ -113,7 +114,7 @@ class Recording:
             self._attempt(self._follow)
 
     def close(self) -> None:
-        """End recording. The recording so far is kept."""
+        """End the recording, and keep what was recorded so far."""
         if self._hook is not None:
             self._hook.remove()
         with self._lock:
@@ -127,7 +128,7 @@ class Recording:
         self._pending.clear()
 
     def ignored(self) -> dict[str, str]:
-        """Return {option of the capture: reason} for options without effect. Complete after `close`."""
+        """Return {option of the capture: reason} for options without effect. Call this after `close`."""
         reasons = {}
         for pending in self._pending:
             reasons.update({option.removeprefix("torch."): why for option, why in pending.ignored.items()})
@@ -141,7 +142,7 @@ class Recording:
         return reasons
 
     def write(self, ignored: Mapping[str, str]) -> list[Artifact]:
-        """Write the recordings, and return their artifacts when they are on disk.
+        """Write the recordings to disk, and return their artifacts.
 
         Raises:
             EngineError: nothing was recorded. The message has the reason.
@@ -188,7 +189,7 @@ class Recording:
                 self._attempt(self._end)
 
     def _attempt(self, change: Callable[[], None]) -> None:
-        """Make a change in the user's code or on a timer. An error is kept, and `write` raises it later."""
+        """Call `change` in the user's code or on a timer. An error is kept, and `write` raises it later."""
         try:
             change()
         except ours() as error:
@@ -247,8 +248,8 @@ _current: Recording | None = None
 def iteration() -> None:
     """Count one engine iteration (forward pass) of this process. Costs 0.1 us while nothing is recorded.
 
-    Call it in a decode loop whose forward pass is not the call of one `torch.nn.Module`, if the loop has no
-    access to the profiler because `RayRollout` made it.
+    Call this function after each forward pass of a decode loop that does not call one `torch.nn.Module` per
+    pass, if the loop cannot call `TorchRolloutProfiler.iteration` because `RayRollout` made the profiler.
     """
     recording = _current
     if recording is not None:
@@ -267,8 +268,8 @@ class TorchRolloutProfiler(EngineProfilerBase):
         world_size: int | None = None,
     ) -> None:
         """Args:
-        module: Its calls are the engine iterations that a capture's `iterations` count; None if the
-            decode loop calls `iteration()` after each.
+        module: Module whose calls are counted as engine iterations; None if the decode loop calls
+            `iteration()` after each iteration.
         replica: The replica's number; None for its position in `capture(engines=[...])`.
         rank: Global rank of this process, or None if unknown.
         world_size: Number of GPUs of the replica.
@@ -278,8 +279,8 @@ class TorchRolloutProfiler(EngineProfilerBase):
         self._rank = rank
         self._world_size = world_size
         self._recording: Recording | None = None
-        # Everything that may wait happens on one thread of ours, so in order: what a cancelled caller left
-        # behind is over before the next start begins.
+        # One thread does all work that may block, in order: the work of a cancelled caller is done before
+        # the next start begins.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepscope-rollout")
 
     @property
@@ -287,7 +288,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
         return self._world_size
 
     def iteration(self) -> None:
-        """Count one engine iteration, for decode loops that give no `module`. May be called from any
+        """Count one engine iteration, if the profiler was made without `module`. May be called from any
         thread.
         """
         recording = self._recording
@@ -295,7 +296,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
             recording.tick(by_hand=True)
 
     def check(self) -> None:
-        """Check that torch.profiler can run, and pay for its first start in this process (1.2 to 2.5 s)."""
+        """Check that torch.profiler can run, and make its slow first start in this process (1.2 to 2.5 s)."""
         try:
             backend = load_backend("torch", _config(("cpu",)))
             backend.check()
@@ -328,7 +329,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
         if recording is None:
             return []
         try:
-            # A caller that gives up leaves the file to be finished behind its back.
+            # If the caller gives up, the thread still completes the file.
             return await self._do(partial(self._close, recording))
         except ours() as error:
             raise _as_engine_error(error) from error
@@ -343,7 +344,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
     def kept_passes(self, start_ns: int) -> list[PassFile]:
         return passes.kept(start_ns)
 
-    # On the profiler's thread.
+    # The methods below run on the profiler's thread.
 
     def _open(self, recording: Recording) -> None:
         global _current
@@ -372,13 +373,13 @@ class TorchRolloutProfiler(EngineProfilerBase):
 
 
 class TorchFactory(EngineFactory):
-    """The adapter `torch`: recognises a `torch.nn.Module`, and any object that holds one in an attribute."""
+    """The adapter `torch`. Recognises a `torch.nn.Module`, and any object with a module as an attribute."""
 
     def recognises(self, engine: object) -> bool:
         return bool(_modules(engine))
 
     def owned(self) -> Sequence[object]:
-        """Return an empty list: a process has many modules, and it is unknown which of them generate."""
+        """Return nothing, because a process has many modules, and it is unknown which of them generate."""
         return ()
 
     def __call__(self, engine: object, replica: int) -> TorchRolloutProfiler:
@@ -393,13 +394,13 @@ factory = TorchFactory()
 
 
 def _modules(engine: object) -> list[Module]:
-    """Return `engine` itself if it is a module, else the modules among its attributes, each once."""
+    """Return [engine] if `engine` is a module, else the modules among its attributes, each once."""
     held = [engine] if _is_module(engine) else list(getattr(engine, "__dict__", {}).values())
     return list({id(module): cast("Module", module) for module in held if _is_module(module)}.values())
 
 
 def _is_module(value: object) -> bool:
-    # By name: to find out must not import torch.
+    # Compared by name, because this check must not import torch.
     return any(
         kind.__name__ == "Module" and kind.__module__ == "torch.nn.modules.module"
         for kind in type(value).__mro__

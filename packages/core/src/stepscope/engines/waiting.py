@@ -14,22 +14,24 @@ from stepscope.files.counters import RUNNING_REQUESTS
 from stepscope.files.manifest.records import IDLE
 
 LOOK_S = 0.05
-"""Time between two looks at the number of running requests. A server is asked once a second."""
+"""Time between two checks of the number of running requests. A server's number is renewed once a second."""
 
 
 class Waiting:
-    """A wait for running requests, after which an engine's profiler is started once."""
+    """Waits until enough requests run, then starts an engine's profiler once."""
 
     def __init__(self, profiler: EngineProfiler, capture: EngineCapture, wanted: int) -> None:
         self._wanted = wanted
         self._most: int | None = None
-        """The most requests that were seen to run at once, or None if the engine never showed a number."""
+        """Largest number of requests that were seen running at once, or None if the engine showed none."""
         self._is_open = False
         self._over = asyncio.Event()
         self._task = asyncio.ensure_future(self._start(profiler, capture))
 
     async def end(self) -> bool:
-        """End the wait. Return whether the window has opened. Raises the error of the start, if it failed."""
+        """End the wait. Return whether the window has opened. If the profiler's start failed, raise its
+        error.
+        """
         self._over.set()
         await self._task
         return self._is_open
