@@ -11,16 +11,16 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
-from itertools import compress, islice
-from operator import itemgetter, le, sub
+from itertools import compress, count, islice, repeat
+from operator import add, itemgetter, le, sub
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from stepscope_report.timeline.activity.doubts import NEVER, Starts
-from stepscope_report.timeline.activity.intervals import Cover, Covered, Names, Pair, Slices, packed
+from stepscope_report.timeline.activity.intervals import CHUNK, Cover, Covered, Names, Pair, Slices, packed
 
 GapKind: TypeAlias = Literal[
     "synchronisation", "data loader", "garbage collection", "compilation", "memory allocation", "copies",
@@ -106,15 +106,29 @@ class DeviceKernels:
             column.frombytes(packed(column.typecode, values))
         self.talks.extend(talks)
 
-    def by_start(
-        self, launches: Sequence[float], threads: Sequence[int]
-    ) -> Iterator[tuple[float, float, float, int]]:
-        """Yield (start, end, launch, thread) of the kernels in the order of their starts."""
-        columns = self.starts, self.ends, launches, threads
+    def gaps(
+        self, first: float, launches: Sequence[float], threads: Sequence[int]
+    ) -> Iterator[list[tuple[float, float, float, float, int]]]:
+        """Yield the gaps between kernels from a time on, some thousands at once: the start, the end, and the
+        launch of the kernel at the end: no later than the end, as it is known, and its thread.
+        """
+        starts, ends, order, until = self.starts, self.ends, self._order(), first
+        for at in range(0, len(order), CHUNK):
+            rows = []
+            for number in order[at : at + CHUNK]:
+                start, end = starts[number], ends[number]
+                if start > until:
+                    launch = launches[number]
+                    rows.append((until, start, launch if launch < start else start, launch, threads[number]))
+                if end > until:
+                    until = end
+            yield rows
+
+    def _order(self) -> Sequence[int]:
+        """Return the numbers of the kernels by their starts."""
         if all(map(le, self.starts, islice(self.starts, 1, None))):
-            return zip(*columns, strict=True)
-        order = array("q", sorted(range(len(self.starts)), key=self.starts.__getitem__))
-        return ((self.starts[at], self.ends[at], launches[at], threads[at]) for at in order)
+            return range(len(self.starts))
+        return array("q", sorted(range(len(self.starts)), key=self.starts.__getitem__))
 
     def running(self, at_us: float, stream: int) -> Iterator[float]:
         """Yield the ends of the kernels of a stream that run at a moment."""
@@ -260,40 +274,19 @@ class Host:
             self.names,
             knows_launches=self.knows_launches,
         )
-        by_thread: dict[int, array[int]] = defaultdict(lambda: array("q"))
-        cause_of, texts, number = judge.cause, gaps.texts, 0
-        add_start, add_end, add_at, add_kind = gaps.adders()
-        called: dict[int, int] = {}
-        kind, thread, moment, call = edge = EDGES, _NO_THREAD, first, ""
-        last_thread, add_number = _NO_THREAD, by_thread[_NO_THREAD].append
         for device in self.devices.values():
-            until, begun = first, False
-            for start, end, launch, by in device.by_start(*self.launches_of(device.correlations)):
-                if start > until:
-                    kind, thread, moment, call = cause_of(until, start, launch, by) if begun else edge
-                    if thread != last_thread:
-                        last_thread, add_number = thread, by_thread[thread].append
-                    if call:
-                        called[number] = texts.number(call)
-                    add_number(number)
-                    add_start(until)
-                    add_end(start)
-                    add_at(moment)
-                    add_kind(kind)
-                    number += 1
-                begun = True
-                if end > until:
-                    until = end
-            if until < last:
-                by_thread[_NO_THREAD].append(number)
-                for add, value in zip(gaps.adders(), (until, last, until, EDGES), strict=True):
-                    add(value)
-                number += 1
-        gaps.calls, gaps.places = (array("i", [_NO_TEXT]) * number for _ in range(2))
-        for at, text in called.items():
-            gaps.calls[at] = text
-        del judge, cause_of
-        for thread, own in sorted(by_thread.items()):
+            begun, ended = max(first, min(device.starts)), max(first, max(device.ends))
+            gaps.add_edge(first, begun)
+            for rows in device.gaps(begun, *self.launches_of(device.correlations)):
+                judge.judge(rows, gaps)
+            gaps.add_edge(ended, last)
+        threads = gaps.threads
+        gaps.calls, gaps.places = (array("i", [_NO_TEXT]) * len(threads) for _ in range(2))
+        for number, name in judge.synced.items():
+            gaps.calls[number] = gaps.texts.number(self.names[name])
+        del judge
+        for thread in sorted(set(threads)):
+            own = array("q", compress(count(), map(thread.__eq__, threads)))
             moments = array("d", map(gaps.at.__getitem__, own))
             ascends = all(map(le, moments, islice(moments, 1, None)))
             self._place(thread, gaps, own if ascends else sorted(own, key=gaps.at.__getitem__))
@@ -340,15 +333,21 @@ class Gaps:
         """A moment within the cause of each gap, at which open calls are looked up."""
         self.kinds = array("b")
         """Numbers of the kinds in `GAP_KINDS`."""
+        self.threads = array("i")
+        """The thread that caused each gap, or -1."""
         self.calls, self.places = array("i"), array("i")
         """Numbers of `DeviceGaps.call` and `DeviceGaps.place` in `texts`."""
 
-    def adders(self) -> tuple[Callable[[Any], None], ...]:
-        """Return four functions that append the start, the end, `at` and the kind of a gap. Call each once
-        for a gap.
-        """
-        columns = self.starts, self.ends, self.at, self.kinds
-        return tuple(column.append for column in columns)
+    def add_edge(self, start: float, end: float) -> None:
+        """Add the time before the first or after the last kernel, if there is some."""
+        if start < end:
+            self.extend([start], [end], [start], [EDGES], [_NO_THREAD])
+
+    def extend(self, *columns: Sequence[Any]) -> None:
+        """Add gaps: their starts, ends, `at`, numbers of kinds, and threads."""
+        own: list[array[Any]] = [self.starts, self.ends, self.at, self.kinds, self.threads]
+        for column, values in zip(own, columns, strict=True):
+            column.frombytes(packed(column.typecode, values))
 
     def open_in(
         self, slices: Slices | None, order: Sequence[int], kinds: Container[int]
@@ -381,11 +380,11 @@ _SYNCHRONISATION, _COPYING, _SLOW, _NO_OPERATOR = map(
 )
 _QUEUED, _UNKNOWN, EDGES = map(GAP_KINDS.index, ("queued", "unknown", "edges"))
 _PLACED = frozenset(range(len(GAP_KINDS))) - {_QUEUED, _UNKNOWN, EDGES}
+_AFTER_SYNCS = frozenset((_COPYING, _SLOW, _NO_OPERATOR))
+"""Causes that a call that synchronised comes before."""
 _NO_THREAD = -1
 _NO_TEXT = 0
 """Number of the empty text."""
-_Cause: TypeAlias = tuple[int, int, float, str]
-"""(number of a kind, thread, a moment within the cause, call)."""
 
 
 def _outermost(around: Sequence[tuple[float, int]], names: Names) -> int:
@@ -407,39 +406,55 @@ class _Judge:
     ) -> None:
         self._names, self._knows_launches = names, knows_launches
         self._main = max(operators, key=lambda thread: len(operators[thread]), default=_NO_THREAD)
-        self._held = [(_NUMBERS[kind], Covered(held[kind].stretches())) for kind in GAP_KINDS if kind in held]
+        known = [kind for kind in ("copies", *reversed(GAP_KINDS)) if kind in held]
+        self._held = [(_NUMBERS[kind], Covered(held[kind].stretches())) for kind in dict.fromkeys(known)]
+        self.synced: dict[int, int] = {}
+        """{number of a gap: name of the call that synchronised}."""
         self._syncs = sorted(syncs)
         self._ends = array("d", map(itemgetter(0), self._syncs))
         self._threads = [Covered(slices.pairs()) for slices in operators.values()]
 
-    def cause(self, start: float, end: float, launch: float, thread: int) -> _Cause:
-        """Return the cause of a gap.
-
-        Args:
-            launch: Time of the call that launched the kernel at the gap's end, or `NEVER` if it is unknown.
-            thread: Thread that launched it.
-        """
-        if launch <= start:
-            return _QUEUED, thread, launch, ""
-        if launch == NEVER and self._knows_launches:
-            return _UNKNOWN, _NO_THREAD, start, ""
-        by = self._main if launch == NEVER else thread
-        until = launch if launch < end else end
-        middle, half = (start + until) / 2, (until - start) / 2
-        for kind, covered in self._held:
-            if kind != _COPYING and covered.within(start, until) > half:
-                return kind, by, middle, ""
-        sync = self._sync(start, until) if self._syncs else None
-        if sync is not None:
-            ended, began, waited, name = sync
-            return _SYNCHRONISATION, waited, (began + ended) / 2, self._names[name]
-        for kind, covered in self._held:
-            if kind == _COPYING and covered.within(start, until) > half:
-                return kind, by, middle, ""
-        ran = 0.0
+    def judge(self, rows: Sequence[tuple[float, float, float, float, int]], gaps: Gaps) -> None:
+        """Add gaps of a device: rows of `DeviceKernels.gaps`."""
+        if not rows:
+            return
+        starts, ends, untils, launches, threads = zip(*rows, strict=True)
+        ran: Iterator[float] = repeat(0.0)
         for covered in self._threads:
-            ran += covered.within(start, until)
-        return _SLOW if ran > half else _NO_OPERATOR, by, middle, ""
+            ran = map(add, ran, covered.within(starts, untils))
+        held = self._holders(starts, untils)
+        first, knows, special = len(gaps.starts), self._knows_launches, bool(held or self._syncs)
+        kinds, moments, by = list[int](), list[float](), list(threads)
+        add_kind, add_moment = kinds.append, moments.append
+        for start, until, launch, on_cpu in zip(starts, untils, launches, ran, strict=False):
+            moment, kind = (start + until) / 2, _SLOW if on_cpu > (until - start) / 2 else _NO_OPERATOR
+            if launch <= start:
+                kind, moment = _QUEUED, launch
+            elif launch == NEVER and knows:
+                kind, moment, by[len(kinds)] = _UNKNOWN, start, _NO_THREAD
+            else:
+                if launch == NEVER:
+                    by[len(kinds)] = self._main
+                if special:
+                    kind = held.get(len(kinds), kind)
+                    sync = self._sync(start, until) if kind in _AFTER_SYNCS else None
+                    if sync is not None:
+                        ended, began, by[len(kinds)], self.synced[first + len(kinds)] = sync
+                        kind, moment = _SYNCHRONISATION, (began + ended) / 2
+            add_kind(kind)
+            add_moment(moment)
+        gaps.extend(starts, ends, moments, kinds, by)
+
+    def _holders(self, starts: Sequence[float], untils: Sequence[float]) -> dict[int, int]:
+        """Return {number of a gap: number of the kind of call that was open for more than half of its time},
+        by `GAP_KINDS`, copies last.
+        """
+        holders: dict[int, int] = {}
+        for kind, covered in self._held:
+            for number, us in enumerate(covered.within(starts, untils)):
+                if us > (untils[number] - starts[number]) / 2:
+                    holders[number] = kind
+        return holders
 
     def _sync(self, start: float, until: float) -> tuple[float, float, int, int] | None:
         """Return the call that synchronised when the device became idle and that ended before the next

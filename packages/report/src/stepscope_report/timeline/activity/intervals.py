@@ -8,13 +8,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import accumulate, islice
+from math import inf
 from operator import lt, sub
 from typing import TypeAlias
 
 Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
 CHUNK = 1 << 13
-_SOON = 8
 _Slice: TypeAlias = tuple[float, float, int]
 """(start, end, number of the name)."""
 
@@ -248,40 +248,35 @@ class Covered:
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
         flat = flat_union(ascending)
-        self.starts, self.ends = flat[::2], flat[1::2]
-        self.before = array("d", [0.0])
+        self._starts, self._ends = flat[::2], array("d", [-inf])
+        """The start of each stretch and infinity; before the end of each stretch, minus infinity."""
+        self._ends.extend(flat[1::2])
+        self._before = array("d", [0.0])
         """Covered time before each stretch. The last value is the whole covered time."""
-        self.before.extend(accumulate(map(sub, self.ends, self.starts)))
-        self._near = 0
-        """Number of a stretch near the last interval that was looked up, because most look-ups come in order
-        of time."""
+        self._before.extend(accumulate(map(sub, flat[1::2], self._starts)))
+        self._starts.append(inf)
 
-    def within(self, start: float, end: float) -> float:
-        """Return how much of an interval is covered."""
-        starts, ends, before = self.starts, self.ends, self.before
-        if not starts:
-            return 0.0
-        near = self._near
-        beyond = near + _SOON
-        if beyond < len(starts) and starts[near] <= start and end < starts[beyond]:
-            first = bisect_right(starts, start, near, beyond)
-            last = bisect_right(starts, end, first, beyond)
-        else:
-            first, last = bisect_right(starts, start), bisect_right(starts, end)
-        self._near = first - 1 if first else 0
-        covered = before[last]
-        if last and ends[last - 1] > end:
-            covered -= ends[last - 1] - end
-        if first and ends[first - 1] > start:
-            return covered - (before[first] - (ends[first - 1] - start))
-        return covered - before[first]
-
-    def gaps(self, first: float, last: float) -> Iterator[Pair]:
-        """Yield the intervals from `first` to `last` that are not covered."""
-        at = first
-        for start, end in zip(self.starts, self.ends, strict=True):
-            if start > at:
-                yield at, min(start, last)
-            at = max(at, end)
-        if at < last:
-            yield at, last
+    def within(self, begins: Iterable[float], untils: Iterable[float]) -> Iterator[float]:
+        """Yield how much of each of some intervals is covered. Most come in order of time."""
+        starts, ends, before = self._starts, self._ends, self._before
+        at, first, following = 0, -inf, starts[0]
+        covered, last = before[0], ends[0]
+        for begin, until in zip(begins, untils, strict=True):
+            if not first <= begin < following:
+                if begin < first:
+                    at = bisect_right(starts, begin, 0, at)
+                else:
+                    at += 1
+                    if starts[at] <= begin:
+                        at = bisect_right(starts, begin, at)
+                first, following = starts[at - 1] if at else -inf, starts[at]
+                covered, last = before[at], ends[at]
+            ran = covered - (last - begin) if last > begin else covered
+            if until < following:
+                yield (covered - (last - until) if last > until else covered) - ran
+                continue
+            beyond = at + 1
+            if starts[beyond] <= until:
+                beyond = bisect_right(starts, until, beyond)
+            end = ends[beyond]
+            yield (before[beyond] - (end - until) if end > until else before[beyond]) - ran

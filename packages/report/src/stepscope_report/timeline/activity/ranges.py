@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from heapq import merge
 from itertools import chain, pairwise
+from operator import itemgetter
 
 from stepscope_report.timeline.activity.content import LabelTime, ProfilerStep, Work
 from stepscope_report.timeline.activity.device_idle import EDGES, GAP_KINDS, GapKind, Gaps, Host
@@ -105,7 +106,8 @@ class Labels:
         for thread, ranges in self._ranges.items():
             nested[thread] = of_nodes = Slices()
             still: list[tuple[float, int]] = []
-            for start, end, name in ranges:
+            ran = busy.within(map(itemgetter(0), ranges), map(itemgetter(1), ranges))
+            for (start, end, name), busy_us in zip(ranges, ran, strict=True):
                 while still and still[-1][0] <= start:
                     still.pop()
                 above = still[-1][1] if still else _ROOT
@@ -118,7 +120,7 @@ class Labels:
                 own = nodes[node]
                 own.count += 1
                 own.cpu_us += end - start
-                own.idle_us += end - start - busy.within(start, end)
+                own.idle_us += end - start - busy_us
                 still.append((end, node))
                 of_nodes.add(start, end, node)
         return nested
