@@ -317,14 +317,15 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
     count = 4 * CHUNK
     tracemalloc.start()
     try:
-        unordered = nesting.Unordered()
+        nested = nesting.Nested()
         for at in range(count):
-            unordered.add(float(count - at), 0.5, f"op {at % 7}")
+            nested.threads[0].add(float(count - at), 0.5, nested.number(f"aten::op{at % 7}"))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held / count < 30
-    assert [start for start, _, _ in unordered] == [float(at) for at in range(1, count + 1)]
+    nested.nest()
+    assert list(nested.ran) == [(float(at), at + 0.5) for at in range(1, count + 1)]
 
 
 def test_a_package_names_iterations_of_its_own_and_renames_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Operators, kernels, devices, engine iterations and memory of one torch trace.
 
-The file is read in one pass, or in two if a thread's operators are not in the order of their starts.
-
 It is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if a trace has
 them. Memory holds one block of the file, a record for each name and shapes, 16 bytes for each interval of
 device or operator time, and 20 to 24 bytes for each operator, label, function and kernel.
@@ -19,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import chain
-from operator import add, itemgetter, or_
+from itertools import chain, groupby
+from operator import add, attrgetter, itemgetter, or_
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -52,12 +50,11 @@ from stepscope_report.timeline.activity.event_names import is_collective, is_ran
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Cover, Pair, Slices, Stretches, length, unpacked
 from stepscope_report.timeline.activity.nesting import (
+    BESIDE,
     NONE,
-    Nesting,
-    Unordered,
+    Nested,
     mark_key,
     mark_name,
-    new_operator,
     operator_key,
 )
 from stepscope_report.timeline.activity.ranges import BACKWARD, MODULE, Labels, ProfilerSteps
@@ -86,15 +83,12 @@ _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "pyt
 _SIZES = 4096
 """Largest number of collectives of different groups and sizes that are kept of one trace."""
 _ALL = float("-inf"), float("inf")
-_BESIDE = 0.002
-"""Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
 _FARTHEST_US = 4e15
 """Largest plausible time or duration: the year 2096, for traces that count from 1970."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
-Thread: TypeAlias = tuple[int | str, int | str]
 
 
 def read_trace(
@@ -109,10 +103,9 @@ def read_trace(
         step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
         within: The first and the last time in us between which events are read, or None to read all.
     """
-    content, unordered = _read(path, frozenset(), None, on_read, step_mark, within)
+    content = _read(path, None, on_read, step_mark, within)
     near = None if is_short(content.first_us, content.last_us) else _near(path)
-    # Kineto writes a thread's operators in the order of their starts. Other threads are sorted.
-    return _read(path, unordered, near, None, step_mark, within)[0] if unordered or near else content
+    return _read(path, near, None, step_mark, within) if near else content
 
 
 def is_short(first_us: float | None, last_us: float | None) -> bool:
@@ -124,7 +117,7 @@ def _near(path: Path) -> tuple[float, float]:
     """Return the first and the last time in us that are believed in a trace."""
     hours = Hours()
     trace = ChromeTrace(path)
-    trace.read(Reading(trace.notes, frozenset()).parse, lambda events: hours.add(starts(events)))
+    trace.read(Reading(trace.notes).parse, lambda events: hours.add(starts(events)))
     return hours.near()
 
 
@@ -136,7 +129,7 @@ def nothing_read(why: str) -> TraceContent:
     """Return the content of a file that could not be read."""
     notes = Notes()
     notes.file(why)
-    return Reading(notes, frozenset()).finish(TraceFields())
+    return Reading(notes).finish(TraceFields())
 
 
 class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
@@ -295,6 +288,7 @@ def _decoded(element: msgspec.Raw) -> list[Event]:
     return []
 
 
+_PLACE = attrgetter("pid", "tid")
 _SLICES = frozenset((Complete, _Stated, _Shaped, _Odd, Linked))
 
 
@@ -304,7 +298,6 @@ class Reading:
     def __init__(
         self,
         notes: Notes,
-        sort: frozenset[Thread],
         near: tuple[float, float] | None = None,
         step_mark: str | None = None,
         within: Pair | None = None,
@@ -319,12 +312,8 @@ class Reading:
         self.times: list[float] = []
         """Times in us of the file's first events, which tell its clock."""
         self._near = near or _ALL
-        self.unordered: set[Thread] = set()
         self.events = 0
-        self.operators: dict[str, Operator] = {}
-        """{`operator_key`: operator}."""
         self.kernels: dict[str, Kernel] = {}
-        self.operators_ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
         self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
         self._streams: dict[tuple[int | str, int | str], float] = defaultdict(float)
@@ -339,22 +328,20 @@ class Reading:
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.flops = FlopCounter()
         self._launches, self._links = Launches(), Links()
-        self._host, self._labels = Host(), Labels()
+        self._nested = Nested()
+        self._host, self._labels = Host(self._nested), Labels()
         self._begun: dict[tuple[int | str, str, int | str], tuple[str, float]] = {}
         """{process, category and id of an asynchronous event: (name, start)}, until it ends."""
         self._steps = ProfilerSteps(step_mark)
         self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
-        self._threads: dict[Thread, Nesting] = defaultdict(Nesting)
-        for thread in sort:
-            self._threads[thread].later = Unordered()
-        self._thread: Thread | None = None
-        self._nesting = Nesting()
         self._tracks: dict[tuple[int | str, int | str, int], _Track] = {}
         self._known_frames: dict[str, int] = {}
         """Numbers of the functions, except garbage collections and modules."""
-        self._known: dict[str, tuple[int, Operator, bool]] = {}
-        """{name of an operator without shapes: (its number, the operator, whether the backward runs it)}"""
+        self._known: dict[str, int] = {}
+        """{name of an operator without shapes: its number}."""
+        self._backward: set[int] = set()
+        """Numbers of the operators that torch's backward runs."""
 
     def parse(self, text: bytes) -> list[Event]:
         """Return the events of an array. Events of another shape are counted and left out.
@@ -403,7 +390,7 @@ class Reading:
         for event in events:
             if isinstance(event, Complete):
                 start, end = max(event.ts, first), min(event.ts + event.dur, last)
-                if end - start > _BESIDE or (event.dur <= _BESIDE and first <= event.ts < last):
+                if end - start > BESIDE or (event.dur <= BESIDE and first <= event.ts < last):
                     event.ts, event.dur = start, end - start
                     yield event
                 elif event.dur >= 0 and self._near[0] <= event.ts and event.ts + event.dur <= self._near[1]:
@@ -424,7 +411,7 @@ class Reading:
         elif event.cat in _RUNTIME:
             caller = host.thread((event.pid, event.tid))
             host.launched([_facts(event).correlation], [start], [caller])
-            host.calls([name], [start], [start + dur], [caller])
+            host.calls([name], [start], [dur], [caller])
         elif event.cat in _FRAMES:
             host.frame(name, start, dur, host.thread((event.pid, event.tid)))
         elif event.cat in _ANNOTATIONS and is_collective(name):
@@ -432,7 +419,8 @@ class Reading:
         elif event.cat in _ANNOTATIONS or (event.cat in _OPERATORS and is_range(name)):
             host.mark(name, start, dur)
         elif event.cat in _OPERATORS:
-            host.operator(name, start, dur, host.thread((event.pid, event.tid)))
+            thread, number = host.thread((event.pid, event.tid)), self._nested.number(name)
+            self._nested.beyond[thread].add(start, dur, number)
 
     def take(self, events: Sequence[Event]) -> None:
         if self._within is not None:
@@ -444,18 +432,25 @@ class Reading:
         calls: list[Complete] = []
         frames: list[Complete] = []
         others: list[Complete] = []
+        special: list[int] = []
+
+        def put_special(event: Complete) -> None:  # all but operators without shapes
+            special.append(len(others))
+            others.append(event)
+
         put_of = {
             **dict.fromkeys(DEVICE, work.append),
             **dict.fromkeys(_RUNTIME, calls.append),
             **dict.fromkeys(_FRAMES, frames.append),
-            **dict.fromkeys((*_OPERATORS, *_ANNOTATIONS, *_SYNCS, "Trace"), others.append),
+            **dict.fromkeys(_OPERATORS, others.append),
+            **dict.fromkeys((*_ANNOTATIONS, *_SYNCS, "Trace"), put_special),
         }.get
         event: Any  # a check of the class of each event would take a tenth of the time
-        slices, stated = _SLICES, _Stated
+        slices, stated, shaped = _SLICES, _Stated, _Shaped
         for event in events:
             kind = type(event)
             if kind is stated or kind in slices:
-                put = put_of(event.cat)
+                put = put_special if kind is shaped and event.cat in _OPERATORS else put_of(event.cat)
                 if put is not None:
                     put(event)
             elif kind is _Instant:
@@ -468,125 +463,84 @@ class Reading:
         if calls:
             self._calls(*self._believed(calls))
         if frames:
-            self._frames(*self._believed(frames))
+            self._add(self._host.frames, self._known_frames, self._frame, *self._believed(frames))
         if others:
-            self._operators(*self._believed(others))
+            self._operators(others, special)
 
     def _believed(self, events: list[Complete]) -> tuple[list[Complete], list[float], list[float]]:
-        """Return the slices whose times are believed, with their starts and ends. The others are counted as
-        problems.
+        """Return the slices whose times are believed, with their starts and durations. The others are counted
+        as problems.
         """
         starts_us, durs = [event.ts for event in events], [event.dur for event in events]
-        ends = list(map(add, starts_us, durs))
         first, last = self._near
-        if min(durs) >= 0 and ((first, last) == _ALL or (min(starts_us) >= first and max(ends) <= last)):
-            return events, starts_us, ends
+        if min(durs) >= 0 and (
+            (first, last) == _ALL or (min(starts_us) >= first and max(map(add, starts_us, durs)) <= last)
+        ):
+            return events, starts_us, durs
         kept = []
-        for event, start, end in zip(events, starts_us, ends, strict=True):
+        for event in events:
             if event.dur < 0:
                 self.notes.events(OF_NO_TIME)
-            elif start < first or end > last:
+            elif event.ts < first or event.ts + event.dur > last:
                 self.notes.events(NOT_NEAR)
             else:
                 kept.append(event)
-        starts_us = [event.ts for event in kept]
-        return kept, starts_us, [event.ts + event.dur for event in kept]
+        return kept, [event.ts for event in kept], [event.dur for event in kept]
 
-    def _operators(
-        self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]
-    ) -> None:
-        """Add operators, and the ranges that nest with them."""
-        backward: list[Complete] = []
-        nesting = self._nesting
-        still, slices = nesting.open, Slices()
-        begins, until, numbers = list[float](), list[float](), list[int]()
-        pid: Any = None
-        tid = pid
-        known_of, cover, shaped, beside = self._known.get, self.operators_ran.add, _Shaped, _BESIDE
-        operators = _OPERATORS
-        for event, start, end in zip(events, starts_us, ends, strict=True):
-            if event.cat not in operators:
-                self._other(event)
-                continue
-            known = known_of(event.name)
-            if known is None or type(event) is shaped:
-                if begins:  # `_operator` adds at once, and slices stay in the file's order
-                    slices.extend(begins, until, numbers)
-                    begins, until, numbers = [], [], []
-                self._operator(event)
-                continue
-            number, operator, is_backward = known
-            if event.tid != tid or event.pid != pid:
-                pid, tid = event.pid, event.tid
-                nesting = self._threads[pid, tid]
-                still = nesting.open
-                slices.extend(begins, until, numbers)
-                slices = self._host.operators_of((pid, tid))
-                begins, until, numbers = [], [], []
-            begins.append(start)
-            until.append(end)
-            numbers.append(number)
-            if is_backward:
-                backward.append(event)
-            dur = event.dur
-            if nesting.later is not None:
-                nesting.later.add(start, dur, event.name)
-                continue
-            if start < nesting.last:
-                self.unordered.add((pid, tid))
-            nesting.last = start
-            # The same as `_nest`, inlined: the call would take a tenth of the time.
-            operator.count += 1
-            operator.total_us += dur
-            if dur > operator.max_us:
-                operator.max_us = dur
-            begun = start + beside
-            while still and still[-1][0] < begun:
-                still.pop()
-            if still:
-                above_end, above = still[-1]
-                above.below_us += dur if end <= above_end else above_end - start
-                if above.outer:
-                    cover(start, end)
-            else:
-                cover(start, end)
-            still.append((end, operator))
-        slices.extend(begins, until, numbers)
-        if backward:
-            self._of_backward(backward)
+    def _operators(self, given: list[Complete], special: Sequence[int]) -> None:
+        """Add operators, and the ranges that nest with them. `special` has the indices of all but operators
+        without shapes.
+        """
+        events, starts_us, durs = self._believed(given)
+        one_by_one = special if len(events) == len(given) else range(len(events))
+        numbers = self._add(
+            self._nested.threads, self._known, self._other, events, starts_us, durs, one_by_one
+        )
+        if self._backward:
+            backward = [
+                event for event, number in zip(events, numbers, strict=True) if number in self._backward
+            ]
+            if backward:
+                self._of_backward(backward)
+
+    def _add(
+        self,
+        slices: dict[int, Slices],
+        known: Mapping[str, int],
+        add_one: Callable[[Complete], None],
+        events: Sequence[Complete],
+        starts_us: Sequence[float],
+        durs: Sequence[float],
+        special: Iterable[int] = (),
+    ) -> list[int]:
+        """Add slices to those of their threads, in the file's order: all that are known by name together, and
+        the others one by one. Return the numbers of the known ones, or -1 for any other.
+        """
+        numbers = [known.get(event.name, -1) for event in events]
+        for at in special:
+            numbers[at] = -1
+        others = [at for at, number in enumerate(numbers) if number < 0] if -1 in numbers else []
+        begun = 0
+        for other in (*others, len(events)):
+            for place, run in groupby(events[begun:other], _PLACE):
+                ended = begun + len(list(run))
+                own = slices[self._host.thread(place)]
+                own.extend(starts_us[begun:ended], durs[begun:ended], numbers[begun:ended])
+                begun = ended
+            if other < len(events):
+                add_one(events[other])
+                begun = other + 1
+        return numbers
 
     def _other(self, event: Complete) -> None:
-        if event.cat in _ANNOTATIONS:
+        if event.cat in _OPERATORS:
+            self._operator(event)
+        elif event.cat in _ANNOTATIONS:
             self._annotation(event)
         elif event.cat in _SYNCS:
             self._wait(event)
         else:
             self.seen(event.ts, event.ts + event.dur)
-
-    def _frames(self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]) -> None:
-        """Add functions of Python."""
-        pid: Any = None
-        tid = pid
-        slices = Slices()
-        begins, until, numbers = list[float](), list[float](), list[int]()
-        known_of = self._known_frames.get
-        for event, start, end in zip(events, starts_us, ends, strict=True):
-            known = known_of(event.name)
-            if known is None:
-                if begins:
-                    slices.extend(begins, until, numbers)
-                    begins, until, numbers = [], [], []
-                self._frame(event)
-                continue
-            if event.tid != tid or event.pid != pid:
-                pid, tid = event.pid, event.tid
-                slices.extend(begins, until, numbers)
-                slices = self._host.frames_of((pid, tid))
-                begins, until, numbers = [], [], []
-            begins.append(start)
-            until.append(end)
-            numbers.append(known)
-        slices.extend(begins, until, numbers)
 
     def _asynchronous(self, event: _Begin | _End) -> None:
         """Add a collective as NCCL's example profiler writes it: a pair of asynchronous events, not a slice.
@@ -606,30 +560,29 @@ class Reading:
                 self.seen(start, event.ts)
 
     def _operator(self, event: Complete) -> None:
-        """Add an operator of a new name, one with shapes, or one that is sorted later."""
+        """Add an operator of a new name, or one with shapes."""
         key = name = event.name
         if isinstance(event, _Shaped) and event.args is not None:
             self.flops.add(name, event.ts, event.args.dims)
-            key = operator_key(name, event.args.dims, self.operators, len(self.operators))
+            key = operator_key(name, event.args.dims, self._nested.keys, len(self._nested.keys))
         if is_range(name):
             self._name_range(event)
             self._open(event, key)
             return
-        self._host.operator(name, event.ts, event.dur, self._host.thread((event.pid, event.tid)))
-        is_backward = name.startswith(BACKWARD)
-        if is_backward:
-            self._of_backward([event])
-        elif name == _COMMS:
+        number = self._open(event, key)
+        if name == _COMMS:
             said = _facts(event)
             known = (said.op, said.dtype, said.sent, said.received, said.members)
             self._links.collective(complete=all(map(bytes, known)))
-        self._open(event, key)
-        if name != _COMMS and name in self.operators:
-            self._known[name] = self._host.names.number(name), self.operators[name], is_backward
+            return
+        if name.startswith(BACKWARD):
+            self._backward.add(number)
+            self._of_backward([event])
+        if key == name:
+            self._known[name] = number
 
     def _of_backward(self, events: Sequence[Complete]) -> None:
         """Add operators of torch's backward."""
-        self._steps.add_backward([(event.ts, event.ts + event.dur) for event in events])
         facts = _all_facts(events)
         self._links.backward(
             [event.name for event in events],
@@ -653,46 +606,14 @@ class Reading:
         elif event.name != GC:
             self._known_frames[event.name] = self._host.names.number(event.name)
 
-    def _open(self, event: Complete, key: str) -> None:
-        start, thread = event.ts, (event.pid, event.tid)
-        if thread != self._thread:
-            self._thread, self._nesting = thread, self._threads[thread]
-        nesting = self._nesting
-        if nesting.later is not None:
-            nesting.later.add(start, event.dur, key)
-            return
-        if start < nesting.last:
-            self.unordered.add(thread)
-        nesting.last = start
-        self._nest(nesting.open, self._counted(key), start, event.dur)
+    def _open(self, event: Complete, key: str) -> int:
+        """Add an operator or a range, and return its number."""
+        thread = self._host.thread((event.pid, event.tid))
+        return self._nested.add(key, event.ts, event.dur, thread)
 
-    def _counted(self, key: str) -> Operator:
-        operator = self.operators.get(key)
-        if operator is None:
-            operator = self.operators[key] = new_operator(key)
-        return operator
-
-    def _nest(
-        self, still: list[tuple[float, Operator]], operator: Operator, start: float, dur: float
-    ) -> None:
-        operator.count += 1
-        operator.total_us += dur
-        if dur > operator.max_us:
-            operator.max_us = dur
-        begun = start + _BESIDE
-        while still and still[-1][0] < begun:
-            still.pop()
-        end = start + dur
-        if still:
-            above_end, above = still[-1]
-            above.below_us += dur if end <= above_end else above_end - start
-        if not operator.outer and (not still or still[-1][1].outer):
-            self.operators_ran.add(start, end)
-        still.append((end, operator))
-
-    def _kernels(self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]) -> None:
+    def _kernels(self, events: Sequence[Complete], starts_us: Sequence[float], durs: Sequence[float]) -> None:
         """Add work of devices."""
-        facts, durs = _all_facts(events), [event.dur for event in events]
+        facts, ends = _all_facts(events), list(map(add, starts_us, durs))
         names = [event.name for event in events]
         by_track: dict[tuple[int | str, int | str, int], list[int]] = defaultdict(list)
         places = zip(
@@ -768,7 +689,7 @@ class Reading:
         if kernel.work == "communication":
             self.collectives[name].extend((start, start + dur))
 
-    def _calls(self, events: Sequence[Complete], starts_us: Sequence[float], ends: Sequence[float]) -> None:
+    def _calls(self, events: Sequence[Complete], starts_us: Sequence[float], durs: Sequence[float]) -> None:
         """Add calls into the runtime of a device."""
         self._runtime = self._runtime or bool(events)
         names, numbers = [event.name for event in events], [said.correlation for said in _all_facts(events)]
@@ -781,7 +702,7 @@ class Reading:
                 caller = self._host.thread((pid, tid))
             callers.append(caller)
         self._host.launched(numbers, starts_us, callers)
-        self._host.calls(names, starts_us, ends, callers)
+        self._host.calls(names, starts_us, durs, callers)
         self._launches.called(names, starts_us, numbers)
         self._links.called(names, starts_us, numbers)
 
@@ -797,14 +718,12 @@ class Reading:
             self.seen(event.ts, event.ts + event.dur)
             self._steps.add(event.name, event.ts, event.dur)
             self._name_range(event)
-            self._open(event, mark_key(event.name, self.operators, len(self.operators)))
+            self._open(event, mark_key(event.name, self._nested.keys, len(self._nested.keys)))
 
     def _name_range(self, event: Complete) -> None:
         name, thread = mark_name(event.name), self._host.thread((event.pid, event.tid))
         if name is None:
-            operator = mark_key(event.name, (), 0)
-            self._host.operator(operator, event.ts, event.dur, thread)
-            return
+            return  # an operator
         self._host.mark(event.name, event.ts, event.dur)
         if event.cat in _OPERATORS:  # a range written as an operator, as by `_RecordFunctionFast`
             self._steps.add(event.name, event.ts, event.dur)
@@ -826,10 +745,8 @@ class Reading:
         self.first, self.last = min(self.first, start), max(self.last, end)
 
     def finish(self, fields: TraceFields) -> TraceContent:
-        for nesting in self._threads.values():
-            for start, minus_dur, key in nesting.later or ():
-                self._nest(nesting.open, self._counted(key), start, -minus_dur)
-        ran = self.operators_ran.stretches()
+        self._nested.nest()
+        ran = self._nested.ran
         if ran:
             self.seen(ran.first, ran.last)
         devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
@@ -844,7 +761,8 @@ class Reading:
             self.notes.events(what, number)
         if self._within is not None:
             self.seen(*self._within)
-        steps = self._steps.finish(map(_stretches, self.devices.values()))
+        backward = self._nested.times_of(self._backward)
+        steps = self._steps.finish(map(_stretches, self.devices.values()), backward)
         self.devices.clear()  # free memory before the gaps need some
         self._launches = Launches()
         gaps = self._host.gaps(self.first, self.last)
@@ -863,7 +781,7 @@ class Reading:
             first_us=self.first if self.first <= self.last else None,
             last_us=self.last if self.first <= self.last else None,
             events=self.events,
-            operators=sorted(self.operators.values(), key=_by_own_time),
+            operators=sorted(filter(_ran, self._nested.operators), key=_by_own_time),
             operators_us=ran.length,
             waiting_us=length(ran.leave(on_cpu)),
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
@@ -901,17 +819,20 @@ class Reading:
 
 def _read(
     path: Path,
-    sort: frozenset[Thread],
     near: tuple[float, float] | None,
     on_read: Callable[[int], None] | None,
     step_mark: str | None,
     within: Pair | None,
-) -> tuple[TraceContent, frozenset[Thread]]:
+) -> TraceContent:
     trace = ChromeTrace(path)
-    reading = Reading(trace.notes, sort, near, step_mark, within)
+    reading = Reading(trace.notes, near, step_mark, within)
     fields = trace.read(reading.parse, reading.take, on_read)
     fields = msgspec.structs.replace(fields, base_ns=wall_base(fields.base_ns, middle(reading.times)))
-    return reading.finish(fields), frozenset(reading.unordered)
+    return reading.finish(fields)
+
+
+def _ran(operator: Operator) -> bool:
+    return operator.count > 0  # or it ran beyond the times that were read
 
 
 def _by_own_time(operator: Operator) -> tuple[float, str, str]:

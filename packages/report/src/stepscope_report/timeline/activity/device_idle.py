@@ -15,12 +15,15 @@ from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
 from itertools import compress, count, islice, repeat
 from operator import add, itemgetter, le, sub
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from stepscope_report.timeline.activity.doubts import NEVER, Starts
 from stepscope_report.timeline.activity.intervals import CHUNK, Cover, Covered, Names, Pair, Slices, packed
+
+if TYPE_CHECKING:
+    from stepscope_report.timeline.activity.nesting import Nested  # imports the records of this module
 
 GapKind: TypeAlias = Literal[
     "synchronisation", "data loader", "garbage collection", "compilation", "memory allocation", "copies",
@@ -152,12 +155,11 @@ class Host:
     judges them.
     """
 
-    def __init__(self) -> None:
-        self.names = Names()
+    def __init__(self, operators: Nested) -> None:
+        self.names, self._operators = Names(), operators
         self.devices: dict[int | str, DeviceKernels] = defaultdict(DeviceKernels)
         self.frames: dict[int, Slices] = defaultdict(Slices)
         """Functions of Python by thread, where the trace has stacks."""
-        self._operators: dict[int, Slices] = defaultdict(Slices)
         self._launched, self._launched_by = Starts(), Starts()
         self._launcher: int | None = None
         """The thread of the first call. `_launched_by` holds only the calls of other threads."""
@@ -187,20 +189,20 @@ class Host:
             self._launched_by.extend(compress(correlations, others), compress(threads, others))
 
     def calls(
-        self, names: Sequence[str], starts: Sequence[float], ends: Sequence[float], threads: Sequence[int]
+        self, names: Sequence[str], starts: Sequence[float], durs: Sequence[float], threads: Sequence[int]
     ) -> None:
         """Add calls into the runtime of a device."""
         causes = set(filter(_kind_of, set(names)))
         if not causes:
             return
-        for name, start, end, thread in zip(names, starts, ends, threads, strict=True):
+        for name, start, dur, thread in zip(names, starts, durs, threads, strict=True):
             if name not in causes:
                 continue
             kind = _kind_of(name)
             if kind == "synchronisation":
-                self._syncs.append((end, start, thread, self.names.number(name)))
+                self._syncs.append((start + dur, start, thread, self.names.number(name)))
             elif kind is not None:
-                self._hold(kind, name, start, end)
+                self._hold(kind, name, start, dur)
 
     def wait(self, device: int | str, stream: int, start: float) -> None:
         """Add the device's record of a wait for a stream."""
@@ -216,36 +218,27 @@ class Host:
             for end in self.devices[device].running(start, stream)
         )
 
-    def frames_of(self, thread: tuple[int | str, int | str]) -> Slices:
-        return self.frames[self.thread(thread)]
-
-    def operators_of(self, thread: tuple[int | str, int | str]) -> Slices:
-        return self._operators[self.thread(thread)]
-
-    def operator(self, name: str, start: float, dur: float, thread: int) -> None:
-        self._operators[thread].add(start, start + dur, self.names.number(name))
-
     def mark(self, name: str, start: float, dur: float) -> None:
         """Add a range of the user or of torch."""
         if _LOADS.fullmatch(name):
-            self._hold("data loader", name, start, start + dur)
+            self._hold("data loader", name, start, dur)
         elif _COMPILES.fullmatch(name):
-            self._hold("compilation", name, start, start + dur)
+            self._hold("compilation", name, start, dur)
 
     def collective(self, name: str, start: float, dur: float) -> None:
         """Add a collective on the CPU."""
-        self._hold("collective", name, start, start + dur)
+        self._hold("collective", name, start, dur)
 
     def frame(self, name: str, start: float, dur: float, thread: int) -> None:
         """Add a function of Python."""
         if name == GC:
-            self._hold("garbage collection", "", start, start + dur)
+            self._hold("garbage collection", "", start, dur)
         else:
-            self.frames[thread].add(start, start + dur, self.names.number(name))
+            self.frames[thread].add(start, dur, self.names.number(name))
 
-    def _hold(self, kind: GapKind, name: str, start: float, end: float) -> None:
-        self._held[kind].add(start, end)
-        self._calls[kind].add(start, end, self.names.number(name))
+    def _hold(self, kind: GapKind, name: str, start: float, dur: float) -> None:
+        self._held[kind].add(start, start + dur)
+        self._calls[kind].add(start, dur, self.names.number(name))
 
     @property
     def knows_launches(self) -> bool:
@@ -271,7 +264,6 @@ class Host:
             self._held,
             self._syncs,
             self._operators,
-            self.names,
             knows_launches=self.knows_launches,
         )
         for device in self.devices.values():
@@ -297,8 +289,10 @@ class Host:
         The thread is -1 if it is unknown; `order` has the numbers of its gaps by time.
         """
         names, texts, calls = self.names, gaps.texts, gaps.calls
-        for number, around in gaps.open_in(self._operators.get(thread), order, (_SYNCHRONISATION,)):
-            calls[number] = texts.number(f"{texts[calls[number]]} in {names[_outermost(around, names)]}")
+        for operators in (self._operators.threads.get(thread), self._operators.beyond.get(thread)):
+            for number, around in gaps.open_in(operators, order, (_SYNCHRONISATION,)):
+                if operator := self._operators.outermost(around):
+                    calls[number] = texts.number(f"{texts[calls[number]]} in {operator}")
         for kind, slices in self._calls.items():  # the innermost call at the middle of the gap's cause
             for number, around in gaps.open_in(slices, order, (_NUMBERS[kind],)):
                 calls[number] = texts.number(names[around[-1][1]])
@@ -387,11 +381,6 @@ _NO_TEXT = 0
 """Number of the empty text."""
 
 
-def _outermost(around: Sequence[tuple[float, int]], names: Names) -> int:
-    """Return the outermost operator of torch that is open: `aten::item`, not what it calls."""
-    return next((name for _, name in around if "::" in names[name]), around[-1][1])
-
-
 class _Judge:
     """Decides what caused a gap."""
 
@@ -399,20 +388,18 @@ class _Judge:
         self,
         held: dict[GapKind, Cover],
         syncs: list[tuple[float, float, int, int]],
-        operators: dict[int, Slices],
-        names: Names,
+        operators: Nested,
         *,
         knows_launches: bool,
     ) -> None:
-        self._names, self._knows_launches = names, knows_launches
-        self._main = max(operators, key=lambda thread: len(operators[thread]), default=_NO_THREAD)
+        self._knows_launches, self._main = knows_launches, operators.main
         known = [kind for kind in ("copies", *reversed(GAP_KINDS)) if kind in held]
         self._held = [(_NUMBERS[kind], Covered(held[kind].stretches())) for kind in dict.fromkeys(known)]
         self.synced: dict[int, int] = {}
         """{number of a gap: name of the call that synchronised}."""
         self._syncs = sorted(syncs)
         self._ends = array("d", map(itemgetter(0), self._syncs))
-        self._threads = [Covered(slices.pairs()) for slices in operators.values()]
+        self._threads = list(operators.covered())
 
     def judge(self, rows: Sequence[tuple[float, float, float, float, int]], gaps: Gaps) -> None:
         """Add gaps of a device: rows of `DeviceKernels.gaps`."""

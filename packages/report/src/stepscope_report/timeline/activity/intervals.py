@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import accumulate, islice
 from math import inf
-from operator import lt, sub
+from operator import add, le, lt, sub
 from typing import TypeAlias
 
 Pair: TypeAlias = tuple[float, float]
@@ -61,6 +61,14 @@ class Stretches:
             if start < end:
                 yield start, end
 
+    @classmethod
+    def joined(cls, parts: Iterable[Stretches]) -> Stretches:
+        """Return the intervals of all parts, joined where they touch."""
+        whole = cls()
+        for part in sorted(filter(None, parts), key=lambda part: part.first):
+            whole.take(part._flat)
+        return whole
+
     def take(self, chunk: array[float]) -> None:
         """Add ascending intervals, given as alternating starts and ends. None may start before the first
         stored one.
@@ -81,7 +89,7 @@ class Cover:
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
-        self._chunks: list[array[float]] = []
+        self._chunks: list[Stretches] = []
         self._latest: list[Pair] = []
         self._start, self._end = 0.0, -1.0
 
@@ -113,14 +121,11 @@ class Cover:
 
     def stretches(self) -> Stretches:
         self._pack()
-        covered = Stretches()
-        for chunk in sorted(filter(None, self._chunks), key=lambda chunk: chunk[0]):
-            covered.take(chunk)
-        return covered
+        return Stretches.joined(self._chunks)
 
     def _pack(self) -> None:
         self._latest.sort()
-        self._chunks.append(flat_union(self._latest))
+        self._chunks.append(Stretches(self._latest))
         self._latest.clear()
         self._start, self._end = 0.0, -1.0
 
@@ -183,21 +188,21 @@ class Names:
 class Slices:
     """Slices of one thread, in 20 bytes each."""
 
-    __slots__ = ("_ends", "_names", "_sorted", "_starts")
+    __slots__ = ("_durs", "_names", "_sorted", "_starts")
 
     def __init__(self) -> None:
-        self._starts, self._ends, self._names = array("d"), array("d"), array("I")
+        self._starts, self._durs, self._names = array("d"), array("d"), array("I")
         self._sorted = True
 
-    def add(self, start: float, end: float, name: int) -> None:
+    def add(self, start: float, dur: float, name: int) -> None:
         self._starts.append(start)
-        self._ends.append(end)
+        self._durs.append(dur)
         self._names.append(name)
         self._sorted = False
 
-    def extend(self, starts: Sequence[float], ends: Sequence[float], names: Sequence[int]) -> None:
+    def extend(self, starts: Sequence[float], durs: Sequence[float], names: Sequence[int]) -> None:
         self._starts.frombytes(packed("d", starts))
-        self._ends.frombytes(packed("d", ends))
+        self._durs.frombytes(packed("d", durs))
         self._names.frombytes(packed("I", names))
         self._sorted = False
 
@@ -207,19 +212,27 @@ class Slices:
     def __iter__(self) -> Iterator[_Slice]:
         """Yield the slices by start. Of two with the same start, the longer one comes first."""
         self._sort()
-        return zip(self._starts, self._ends, self._names, strict=True)
+        return zip(self._starts, map(add, self._starts, self._durs), self._names, strict=True)
 
     def pairs(self) -> Iterator[Pair]:
         """Yield the times of the slices by start."""
         self._sort()
-        return zip(self._starts, self._ends, strict=True)
+        return zip(self._starts, map(add, self._starts, self._durs), strict=True)
+
+    def as_added(self) -> Iterator[_Slice]:
+        """Yield the start, the duration and the name of slices by start; in the order in which they were
+        added if no start is before the last one.
+        """
+        if not all(map(le, self._starts, islice(self._starts, 1, None))):
+            self._sort()
+        return zip(self._starts, self._durs, self._names, strict=True)
 
     def _sort(self) -> None:
-        starts, ends, names = self._starts, self._ends, self._names
+        starts, durs, names = self._starts, self._durs, self._names
         if not self._sorted and not all(map(lt, starts, islice(starts, 1, None))):
-            order = sorted(range(len(starts)), key=lambda at: (starts[at], -ends[at]))
+            order = sorted(range(len(starts)), key=lambda at: (starts[at], -durs[at]))
             self._starts = array("d", map(starts.__getitem__, order))
-            self._ends = array("d", map(ends.__getitem__, order))
+            self._durs = array("d", map(durs.__getitem__, order))
             self._names = array("I", map(names.__getitem__, order))
         self._sorted = True
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from array import array
-from collections.abc import Container, Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator
 from heapq import merge
 
 from stepscope_report.timeline.activity.content import Operator
 from stepscope_report.timeline.activity.event_names import is_range
-from stepscope_report.timeline.activity.intervals import CHUNK
+from stepscope_report.timeline.activity.intervals import Covered, Pair, Slices, Stretches
 
 KEPT = 4096
 """Largest number of operators with different shapes that are kept of one trace. Further shapes are counted
@@ -21,6 +21,9 @@ _TEXT = 160
 """Number of characters of shapes that are kept: an operator on a list of tensors has thousands."""
 _SEPARATOR = "\0"
 _MARK = "\1"
+BESIDE = 0.002
+"""Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
+_NO_THREAD = -1
 _STEP = re.compile(r"ProfilerStep#\d+")
 """Names of the steps of torch's profiler, which count under one name, as in torch's own tables."""
 _SEQ, _OP_ID = ", seq = ", ", op_id = "
@@ -74,47 +77,97 @@ def new_operator(key: str) -> Operator:
     return Operator(name, shapes, outer=key.startswith(_MARK) or is_range(name))
 
 
-class Unordered:
-    """Operators that are added in any order and returned by their starts, in 20 bytes each."""
+class Nested:
+    """Operators of a trace and ranges of the user among them, by thread, in 20 bytes each."""
 
     def __init__(self) -> None:
-        self._latest: list[tuple[float, float, str]] = []
-        self._chunks: list[tuple[array[float], array[float], array[int]]] = []
-        self._numbers: dict[str, int] = {}
+        self.keys: dict[str, int] = {}
+        """{`operator_key` or `mark_key`: its number}."""
+        self.operators: list[Operator] = []
+        self.threads: dict[int, Slices] = defaultdict(Slices)
+        self.beyond: dict[int, Slices] = defaultdict(Slices)
+        """Operators beyond the times that are read, which only explain gaps."""
+        self.ran = Stretches()
+        """Times in which any thread ran operators, after `nest`."""
+        self.main = _NO_THREAD
+        """The thread with most operators, after `nest`; -1 if there is none."""
 
-    def add(self, start: float, dur: float, key: str) -> None:
-        self._latest.append((start, -dur, key))
-        if len(self._latest) >= CHUNK:
-            self._pack()
+    def number(self, key: str) -> int:
+        number = self.keys.get(key)
+        if number is None:
+            number = self.keys[key] = len(self.operators)
+            self.operators.append(new_operator(key))
+        return number
 
-    def __iter__(self) -> Iterator[tuple[float, float, str]]:
-        """Yield (start, -duration, key). Of two with the same start, the longer one comes first."""
-        self._pack()
-        keys = list(self._numbers)
-        return merge(
-            *(
-                zip(starts, durs, map(keys.__getitem__, numbers), strict=True)
-                for starts, durs, numbers in self._chunks
-            )
-        )
+    def add(self, key: str, start: float, dur: float, thread: int) -> int:
+        """Add an operator or a range, and return its number."""
+        number = self.number(key)
+        self.threads[thread].add(start, dur, number)
+        return number
 
-    def _pack(self) -> None:
-        starts, durs, numbers = array("d"), array("d"), array("I")
-        for start, minus_dur, key in sorted(self._latest):
-            starts.append(start)
-            durs.append(minus_dur)
-            numbers.append(self._numbers.setdefault(key, len(self._numbers)))
-        self._chunks.append((starts, durs, numbers))
-        self._latest.clear()
+    def outermost(self, around: Iterable[tuple[float, int]]) -> str:
+        """Return the outermost operator of torch that is open, `aten::item`, not what it calls. Empty if
+        only ranges are open.
+        """
+        open_ones = [self.operators[number] for _, number in around]
+        names = [operator.name for operator in open_ones if not operator.outer]
+        return next((name for name in names if "::" in name), names[-1] if names else "")
 
+    def times_of(self, numbers: Container[int]) -> Iterator[Pair]:
+        """Yield the starts and ends of some operators, thread by thread."""
+        for slices in self.threads.values():
+            yield from ((start, end) for start, end, number in slices if number in numbers)
 
-class Nesting:
-    """Operators of one thread that have begun and may not have ended yet."""
+    def covered(self) -> Iterator[Covered]:
+        """Yield the times in which each thread ran operators, at most once for each instant."""
+        inner = {number for number, operator in enumerate(self.operators) if not operator.outer}
+        has_ranges = len(inner) < len(self.operators)
+        for thread in {**self.threads, **self.beyond}:
+            own, beyond = self.threads.get(thread, Slices()), self.beyond.get(thread)
+            pairs = own.pairs()
+            if has_ranges:
+                pairs = ((start, end) for start, end, number in own if number in inner)
+            yield Covered(pairs if beyond is None else merge(pairs, beyond.pairs()))
 
-    __slots__ = ("last", "later", "open")
+    def nest(self) -> None:
+        """Add up the operators, with the time that each spent in those below it."""
+        most, parts = 0, []
+        for thread, slices in self.threads.items():
+            before = self._inner()
+            parts.append(Stretches(self._nest(slices)))
+            own = self._inner() - before + len(self.beyond.get(thread, ()))
+            if own > most:
+                most, self.main = own, thread
+        self.ran = Stretches.joined(parts)
 
-    def __init__(self) -> None:
-        self.last = float("-inf")
-        self.open: list[tuple[float, Operator]] = []
-        self.later: Unordered | None = None
-        """All operators of the thread if they must be sorted first, else None."""
+    def _inner(self) -> int:
+        return sum(operator.count for operator in self.operators if not operator.outer)
+
+    def _nest(self, slices: Slices) -> Iterator[Pair]:
+        """Yield the times of the outermost operators of one thread."""
+        outer = [operator.outer for operator in self.operators]
+        counts, totals = [0] * len(outer), [0.0] * len(outer)
+        longest, below = totals.copy(), totals.copy()
+        still: list[tuple[float, int]] = []
+        for start, dur, number in slices.as_added():
+            counts[number] += 1
+            totals[number] += dur
+            if dur > longest[number]:
+                longest[number] = dur
+            begun, end = start + BESIDE, start + dur
+            while still and still[-1][0] < begun:
+                still.pop()
+            if still:
+                above_end, above = still[-1]
+                below[above] += dur if end <= above_end else above_end - start
+                if outer[above] and not outer[number]:
+                    yield start, end
+            elif not outer[number]:
+                yield start, end
+            still.append((end, number))
+        columns = zip(self.operators, counts, totals, longest, below, strict=True)
+        for operator, count, total_us, max_us, below_us in columns:
+            operator.count += count
+            operator.total_us += total_us
+            operator.max_us = max(operator.max_us, max_us)
+            operator.below_us += below_us

@@ -69,7 +69,7 @@ class Labels:
         self._ranges: dict[int, Slices] = defaultdict(Slices)
 
     def add(self, name: str, start: float, dur: float, thread: int) -> None:
-        self._ranges[thread].add(start, start + dur, self._names.number(name))
+        self._ranges[thread].add(start, dur, self._names.number(name))
 
     def finish(self, host: Host, gaps: Gaps) -> list[LabelTime]:
         """Return the labels by path, the longest first within each."""
@@ -122,7 +122,7 @@ class Labels:
                 own.cpu_us += end - start
                 own.idle_us += end - start - busy_us
                 still.append((end, node))
-                of_nodes.add(start, end, node)
+                of_nodes.add(start, end - start, node)
         return nested
 
     @staticmethod
@@ -228,10 +228,6 @@ class ProfilerSteps:
         elif _BACKWARD.match(name):
             self._backward.add(*pair)
 
-    def add_backward(self, pairs: Iterable[Pair]) -> None:
-        """Add the times of operators of torch's backward."""
-        self._backward.extend(pairs)
-
     def add_copy(self, start_us: float, dur_us: float) -> None:
         """Add a copy from the host to a device."""
         self._h2d.add(start_us, start_us + dur_us)
@@ -248,14 +244,20 @@ class ProfilerSteps:
         calls: list[Pair] = max(self._ends.values(), key=len)
         return list(enumerate(pairwise(end for _, end in sorted(calls)), 1))
 
-    def finish(self, devices: Iterable[Mapping[Work, Stretches]]) -> list[ProfilerStep]:
-        """Return the steps in their order. `devices` has the times in which each device worked, by kind of
-        work.
+    def finish(
+        self, devices: Iterable[Mapping[Work, Stretches]], backward: Iterable[Pair] = ()
+    ) -> list[ProfilerStep]:
+        """Return the steps in their order.
+
+        Args:
+            devices: The times in which each device worked, by kind of work.
+            backward: The times of operators of torch's backward.
         """
         steps = self._numbered()
         if not steps:
             return []
         known = list(devices)
+        self._backward.extend(backward)
         busy = Stretches(sorted(chain.from_iterable(chain.from_iterable(of.values()) for of in known)))
         computed = Stretches(sorted(chain.from_iterable(of.get("compute", ()) for of in known)))
         talked = Stretches(sorted(chain.from_iterable(of.get("communication", ()) for of in known)))

@@ -19,7 +19,7 @@ import msgspec
 
 from stepscope_report.accounting import Label
 from stepscope_report.timeline.activity.content import Iteration, TraceContent
-from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
+from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading
 from stepscope_report.timeline.activity.traces import TraceActivity
 from stepscope_report.timeline.model import Timeline
 from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace
@@ -123,17 +123,8 @@ def _innermost(stages: Sequence[_Stage]) -> Iterator[_Stretch]:
 
 
 def _read(path: Path, stretches: Sequence[_Stretch]) -> dict[Label | None, TraceContent]:
-    contents, unordered = _split(path, stretches, frozenset())
-    # As in `read_trace`, threads whose operators are not in order are sorted.
-    return _split(path, stretches, unordered)[0] if unordered else contents
-
-
-def _split(
-    path: Path, stretches: Sequence[_Stretch], sort: frozenset[Thread]
-) -> tuple[dict[Label | None, TraceContent], frozenset[Thread]]:
-    """Return the content of each stage, and the threads whose operators are not in order of their starts."""
     trace, starts = ChromeTrace(path), [stretch.start_us for stretch in stretches]
-    parts = defaultdict[Label | None, Reading](lambda: Reading(trace.notes, sort))
+    parts = defaultdict[Label | None, Reading](lambda: Reading(trace.notes))
 
     def take(events: Sequence[Event]) -> None:
         own = defaultdict[Label | None, list[Event]](list)
@@ -145,6 +136,5 @@ def _split(
         for label, some in own.items():
             parts[label].take(some)
 
-    fields = trace.read(Reading(trace.notes, sort).parse, take)
-    unordered = frozenset(thread for part in parts.values() for thread in part.unordered)
-    return {label: part.finish(fields) for label, part in parts.items()}, unordered
+    fields = trace.read(Reading(trace.notes).parse, take)
+    return {label: part.finish(fields) for label, part in parts.items()}

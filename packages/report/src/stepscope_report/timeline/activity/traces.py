@@ -23,7 +23,6 @@ from stepscope_report.timeline.activity.content_reader import (
     Complete,
     Linked,
     Reading,
-    Thread,
     is_short,
     nothing_read,
     read_trace,
@@ -176,11 +175,9 @@ def _read_recording(
     reader: Reader, file: FoundFile, step_mark: str | None = None, within: Pair | None = None
 ) -> list[ProcessContent]:
     """Read a recording. A recording that cannot be read raises no exception; see `TraceContent.problems`."""
-    contents = _Contents(reader, file, {}, None, step_mark, within)
-    near = None if contents.is_short() else contents.hours.near()
-    unordered = {pid: frozenset(reading.unordered) for pid, reading in contents.readings.items()}
-    if near or any(unordered.values()):  # threads whose operators do not come by their starts are sorted
-        contents = _Contents(reader, file, unordered, near, step_mark, within)
+    contents = _Contents(reader, file, None, step_mark, within)
+    if not contents.is_short():
+        contents = _Contents(reader, file, contents.hours.near(), step_mark, within)
     return contents.finish()
 
 
@@ -191,7 +188,6 @@ class _Contents:
         self,
         reader: Reader,
         file: FoundFile,
-        sort: dict[int | None, frozenset[Thread]],
         near: tuple[float, float] | None,
         step_mark: str | None,
         within: Pair | None,
@@ -199,7 +195,6 @@ class _Contents:
         self._step_mark = step_mark
         self._within = within
         self._notes = Notes()
-        self._sort = sort
         self._near = near
         self.hours = Hours()
         self._origin = Origin(clock="unknown")
@@ -244,9 +239,7 @@ class _Contents:
         events = self._pending.pop(pid)
         reading = self.readings.get(pid)
         if reading is None:
-            reading = self.readings[pid] = Reading(
-                Notes(), self._sort.get(pid, frozenset()), self._near, self._step_mark, self._within
-            )
+            reading = self.readings[pid] = Reading(Notes(), self._near, self._step_mark, self._within)
         self.hours.add(starts(events))
         reading.take(events)
         if self._near is not None:
@@ -274,7 +267,7 @@ class _Contents:
             else Distributed(rank=origin.rank, world_size=origin.world_size),
             host=origin.host,
         )
-        readings = self.readings or {None: Reading(Notes(), frozenset())}
+        readings = self.readings or {None: Reading(Notes())}
         contents = [
             ProcessContent(pid=pid, content=reading.finish(fields)) for pid, reading in readings.items()
         ]

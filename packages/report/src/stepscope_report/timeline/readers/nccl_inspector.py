@@ -153,7 +153,7 @@ def read_inspected(path: Path, on_read: Callable[[int], None] | None = None) -> 
     """Return the content of a file, without times."""
     notes = Notes()
     sized, lines, written_ns = read_calls(path, notes, on_read)
-    empty = Reading(notes, frozenset()).finish(TraceFields(base_ns=written_ns))
+    empty = Reading(notes).finish(TraceFields(base_ns=written_ns))
     return msgspec.structs.replace(empty, events=lines, sized=sized)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from functools import partial
@@ -27,7 +27,7 @@ from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below
 from stepscope_report.timeline.activity.content import ProfilerStep, TraceContent
-from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
+from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading
 from stepscope_report.timeline.activity.intervals import Pair
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks.align import Aligned, Placement
@@ -475,10 +475,7 @@ def _rows_of(path: Path, head: bytes) -> tuple[MergedRow, ...] | None:
 
 def _read_timeline(path: Path, rows: Sequence[MergedRow]) -> list[tuple[ProcessInfo, TraceContent]]:
     """Return what the timeline holds of each process. Process groups are not told apart."""
-    notes, readings, fields = _read_rows(path, {})
-    sort = {pid: frozenset(reading.unordered) for pid, reading in readings.items()}
-    if any(sort.values()):
-        notes, readings, fields = _read_rows(path, sort)
+    notes, readings, fields = _read_rows(path)
     held = []
     for row in rows:
         if row.pid in readings:
@@ -490,9 +487,7 @@ def _read_timeline(path: Path, rows: Sequence[MergedRow]) -> list[tuple[ProcessI
     return held
 
 
-def _read_rows(
-    path: Path, sort: Mapping[int, frozenset[Thread]]
-) -> tuple[Notes, dict[int, Reading], TraceFields]:
+def _read_rows(path: Path) -> tuple[Notes, dict[int, Reading], TraceFields]:
     notes, readings = Notes(), dict[int, Reading]()
 
     def take(events: list[Event]) -> None:
@@ -502,11 +497,11 @@ def _read_rows(
                 of_row[event.pid].append(event)
         for pid, own in of_row.items():
             if pid not in readings:
-                readings[pid] = Reading(Notes(), sort.get(pid, frozenset()))
+                readings[pid] = Reading(Notes())
             readings[pid].take(own)
 
     trace = ChromeTrace(path, notes)
-    return notes, readings, trace.read(Reading(notes, frozenset()).parse, take)
+    return notes, readings, trace.read(Reading(notes).parse, take)
 
 
 def _process_of_row(row: MergedRow) -> ProcessInfo:
