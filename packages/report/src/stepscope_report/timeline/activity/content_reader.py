@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import chain, groupby
-from operator import add, attrgetter, itemgetter, or_
+from itertools import chain, compress, groupby
+from operator import add, itemgetter, or_
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -39,16 +39,17 @@ from stepscope_report.timeline.activity.content import (
 )
 from stepscope_report.timeline.activity.device_idle import (
     GC,
+    DeviceKernels,
     Host,
     by_cause,
     in_steps,
     stream_number,
 )
+from stepscope_report.timeline.activity.device_work import DeviceWork
 from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches, Links
-from stepscope_report.timeline.activity.doubts import Stream as DeviceStream
 from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
-from stepscope_report.timeline.activity.intervals import Cover, Pair, Slices, Stretches, length, unpacked
+from stepscope_report.timeline.activity.intervals import Pair, Slices, Stretches, length, unpacked
 from stepscope_report.timeline.activity.nesting import (
     BESIDE,
     NONE,
@@ -269,16 +270,6 @@ def _events(slices: type[Complete]) -> Any:
 _decode, _decode_with_shapes, _decode_odd = _events(_Stated), _events(_Shaped), _events(_Odd)
 
 
-class _Track(NamedTuple):
-    """A track of a device in the trace."""
-
-    number: int
-    """Number of the stream in `DeviceKernels`."""
-    order: DeviceStream
-    stream: tuple[int | str, int | str]
-    """Device and stream."""
-
-
 def _decoded(element: msgspec.Raw) -> list[Event]:
     """Return the event of an element, if it has one."""
     for decode in (_decode_with_shapes, _decode_odd):
@@ -288,7 +279,6 @@ def _decoded(element: msgspec.Raw) -> list[Event]:
     return []
 
 
-_PLACE = attrgetter("pid", "tid")
 _SLICES = frozenset((Complete, _Stated, _Shaped, _Odd, Linked))
 
 
@@ -314,10 +304,8 @@ class Reading:
         self._near = near or _ALL
         self.events = 0
         self.kernels: dict[str, Kernel] = {}
-        self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
+        self._work, self._linked = DeviceWork(), False
         self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
-        self._streams: dict[tuple[int | str, int | str], float] = defaultdict(float)
-        """Sums of the computation on each stream, by device and stream."""
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
         """{name of a device's kernel, or of a CPU's call, as `gloo:all_reduce`: times}. The times are the
         start and the end of each call in turn, in arrays, because lists of floats would fragment memory."""
@@ -335,7 +323,6 @@ class Reading:
         self._steps = ProfilerSteps(step_mark)
         self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
-        self._tracks: dict[tuple[int | str, int | str, int], _Track] = {}
         self._known_frames: dict[str, int] = {}
         """Numbers of the functions, except garbage collections and modules."""
         self._known: dict[str, int] = {}
@@ -402,12 +389,7 @@ class Reading:
         """Keep an event only to explain gaps."""
         name, start, dur, host = event.name, event.ts, event.dur, self._host
         if event.cat in DEVICE:
-            facts = _facts(event)
-            key = event.pid if facts.device < 0 else facts.device
-            talks = work_of(event.cat, name) == "communication"
-            host.devices[key].extend(
-                ([start], [start + dur], [facts.correlation], [stream_number(event.tid)], [talks])
-            )
+            self._work.add([event], [_facts(event)], [start], [dur], self._work.beyond)
         elif event.cat in _RUNTIME:
             caller = host.thread((event.pid, event.tid))
             host.launched([_facts(event).correlation], [start], [caller])
@@ -459,7 +441,9 @@ class Reading:
             elif kind is _Begin or kind is _End:
                 self._asynchronous(event)
         if work:
-            self._kernels(*self._believed(work))
+            believed, starts_us, durs = self._believed(work)
+            self._work.add(believed, _all_facts(believed), starts_us, durs, self._work.rows)
+            self._linked = self._linked or isinstance(work[0], Linked)
         if calls:
             self._calls(*self._believed(calls))
         if frames:
@@ -496,12 +480,10 @@ class Reading:
         numbers = self._add(
             self._nested.threads, self._known, self._other, events, starts_us, durs, one_by_one
         )
-        if self._backward:
-            backward = [
-                event for event, number in zip(events, numbers, strict=True) if number in self._backward
-            ]
-            if backward:
-                self._of_backward(backward)
+        known = self._backward
+        backward = [event for event, number in zip(events, numbers, strict=True) if number in known]
+        if backward:
+            self._of_backward(backward)
 
     def _add(
         self,
@@ -519,18 +501,29 @@ class Reading:
         numbers = [known.get(event.name, -1) for event in events]
         for at in special:
             numbers[at] = -1
+        threads = self._threads(events)
         others = [at for at, number in enumerate(numbers) if number < 0] if -1 in numbers else []
         begun = 0
         for other in (*others, len(events)):
-            for place, run in groupby(events[begun:other], _PLACE):
+            for thread, run in groupby(threads[begun:other]):
                 ended = begun + len(list(run))
-                own = slices[self._host.thread(place)]
-                own.extend(starts_us[begun:ended], durs[begun:ended], numbers[begun:ended])
+                slices[thread].extend(starts_us[begun:ended], durs[begun:ended], numbers[begun:ended])
                 begun = ended
             if other < len(events):
                 add_one(events[other])
                 begun = other + 1
         return numbers
+
+    def _threads(self, events: Sequence[Complete]) -> list[int]:
+        """Return the number of the thread of each event, which is mostly that of all."""
+        pids, tids, number = (
+            [event.pid for event in events],
+            [event.tid for event in events],
+            self._host.thread,
+        )
+        if pids.count(pids[0]) == tids.count(tids[0]) == len(events):
+            return [number((pids[0], tids[0]))] * len(events)
+        return list(map(number, zip(pids, tids, strict=True)))
 
     def _other(self, event: Complete) -> None:
         if event.cat in _OPERATORS:
@@ -611,77 +604,33 @@ class Reading:
         thread = self._host.thread((event.pid, event.tid))
         return self._nested.add(key, event.ts, event.dur, thread)
 
-    def _kernels(self, events: Sequence[Complete], starts_us: Sequence[float], durs: Sequence[float]) -> None:
-        """Add work of devices."""
-        facts, ends = _all_facts(events), list(map(add, starts_us, durs))
-        names = [event.name for event in events]
-        by_track: dict[tuple[int | str, int | str, int], list[int]] = defaultdict(list)
-        places = zip(
-            [event.pid for event in events],
-            [event.tid for event in events],
-            [said.device for said in facts],
-            strict=True,
-        )
-        for number, place in enumerate(places):
-            by_track[place].append(number)
-        by_name: dict[str, list[float]] = defaultdict(list)
-        for name, dur in zip(names, durs, strict=True):
-            by_name[name].append(dur)
-        works: list[Work] = ["compute"] * len(events)
-        for name, own in by_name.items():
-            kernel = self.kernels.get(name) or self._new_kernel(name, events[names.index(name)].cat)
-            kernel.count += len(own)
-            kernel.total_us = sum(own, kernel.total_us)
-            kernel.max_us = max(kernel.max_us, *own)
-            copies = kernel.work != "communication" and _TO_DEVICE.search(name) is not None
-            if kernel.work != "compute" or copies:
-                for number in (at for at, other in enumerate(names) if other == name):
-                    works[number] = kernel.work
-                    if copies:
-                        self._steps.add_copy(starts_us[number], durs[number])
-                    elif kernel.work == "communication":
-                        self.collectives[name].extend((starts_us[number], ends[number]))
-        linked = any(isinstance(event, Linked) for event in events[:1])
-        streams = [-1] * len(events)
-        of_device: dict[int | str, list[int]] = defaultdict(list)
-        for place, numbers in by_track.items():
-            track = self._tracks.get(place) or self._track(*place)
-            of_device[track.stream[0]] += numbers
-            for number in numbers:
-                streams[number] = track.number
-            computed = [durs[at] for at in numbers if works[at] == "compute"]
-            if computed:
-                self._streams[track.stream] = sum(computed, self._streams[track.stream])
-            if not linked:  # nodes of one graph run beside each other on one stream
-                alone = [number for number in numbers if not facts[number].node]
-                track.order.extend([starts_us[at] for at in alone], [durs[at] for at in alone])
-        correlations = [said.correlation for said in facts]
-        talks = [work == "communication" for work in works]
-        columns: list[Sequence[Any]] = [starts_us, ends, correlations, streams, talks]
-        for device, numbers in of_device.items():
-            inside = sorted(numbers)
-            chosen = columns if len(of_device) == 1 else [[each[at] for at in inside] for each in columns]
-            self._host.devices[device].extend(chosen)
-            for work in {works[number] for number in numbers}:
-                pairs = ((starts_us[at], ends[at]) for at in inside if works[at] == work)
-                self.devices[device][work].extend(pairs)
-        if not linked:  # other profilers have graphs and groups on their tracks
-            self._launches.ran(correlations, starts_us)
-
-    def _track(self, pid: int | str, tid: int | str, device: int) -> _Track:
-        """Return the track that a device's work is added to, and remember it."""
-        key = pid if device < 0 else device  # in merged files the pid is not the device's number
-        track = _Track(stream_number(tid), self._launches.stream((pid, tid)), (key, tid))
-        self._tracks[pid, tid, device] = track
-        return track
-
-    def _new_kernel(self, name: str, category: str) -> Kernel:
-        kernel = self.kernels[name] = Kernel(name, work_of(category, name))
-        return kernel
+    def _add_up(self) -> list[Work]:
+        """Add up the work of devices, and return the work of each name."""
+        work, known = self._work, list(self._work.names)
+        works = [work_of(category, name) for category, name in zip(work.categories, known, strict=True)]
+        for name, kind, totals in zip(known, works, work.totals(), strict=True):
+            if totals.calls:
+                kernel = self.kernels.setdefault(name, Kernel(name, kind))
+                kernel.count += totals.calls
+                kernel.total_us += totals.total_us
+                kernel.max_us = max(kernel.max_us, totals.max_us)
+        if not self._linked:  # other profilers have graphs and groups on their tracks
+            self._launches.ran(work.rows.correlations, work.rows.starts)
+        talks = {number for number, kind in enumerate(works) if kind == "communication"}
+        copies = {number for number, name in enumerate(known) if _TO_DEVICE.search(name)} - talks
+        told = talks | copies
+        for start, dur, number in zip(work.rows.starts, work.rows.durs, work.rows.names, strict=True):
+            if number not in told:
+                continue
+            if number in copies:
+                self._steps.add_copy(start, dur)
+            else:
+                self.collectives[known[number]].extend((start, start + dur))
+        return works
 
     def _ran(self, name: str, category: str, start: float, dur: float) -> None:
         """Add a collective."""
-        kernel = self.kernels.get(name) or self._new_kernel(name, category)
+        kernel = self.kernels.setdefault(name, Kernel(name, work_of(category, name)))
         kernel.count += 1
         kernel.total_us += dur
         if dur > kernel.max_us:
@@ -693,14 +642,7 @@ class Reading:
         """Add calls into the runtime of a device."""
         self._runtime = self._runtime or bool(events)
         names, numbers = [event.name for event in events], [said.correlation for said in _all_facts(events)]
-        callers: list[int] = []
-        pid: Any = None
-        tid, caller = pid, -1
-        for event in events:
-            if event.tid != tid or event.pid != pid:
-                pid, tid = event.pid, event.tid
-                caller = self._host.thread((pid, tid))
-            callers.append(caller)
+        callers = self._threads(events)
         self._host.launched(numbers, starts_us, callers)
         self._host.calls(names, starts_us, durs, callers)
         self._launches.called(names, starts_us, numbers)
@@ -749,7 +691,11 @@ class Reading:
         ran = self._nested.ran
         if ran:
             self.seen(ran.first, ran.last)
-        devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
+        works = self._add_up()
+        order_of = None if self._linked else self._launches.stream
+        streams = self._work.by_stream([work == "compute" for work in works], order_of)
+        covers = self._devices(works)
+        devices = [_device(key, covers[key]) for key in sorted(covers, key=_by_name)]
         for device in devices:
             self.seen(device.first_us, device.last_us)
         calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
@@ -762,8 +708,8 @@ class Reading:
         if self._within is not None:
             self.seen(*self._within)
         backward = self._nested.times_of(self._backward)
-        steps = self._steps.finish(map(_stretches, self.devices.values()), backward)
-        self.devices.clear()  # free memory before the gaps need some
+        steps = self._steps.finish(covers.values(), backward)
+        covers.clear()  # free memory before the gaps need some
         self._launches = Launches()
         gaps = self._host.gaps(self.first, self.last)
         if self._within is not None:
@@ -786,7 +732,7 @@ class Reading:
             waiting_us=length(ran.leave(on_cpu)),
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
             devices=devices,
-            streams=[Stream(str(device), us) for (device, _), us in self._streams.items()],
+            streams=[Stream(str(device), us) for (device, _), us in streams.items()],
             sized=list(self.sized.values()),
             collectives=[_collective(name, times) for name, times in sorted(self.collectives.items())],
             grouped=[
@@ -803,6 +749,20 @@ class Reading:
             labels=self._labels.finish(self._host, gaps),
             problems=dict(self.notes.counts),
         )
+
+    def _devices(self, works: Sequence[Work]) -> dict[int | str, dict[Work, Stretches]]:
+        """Return the times of each kind of work on each device. The gaps of the devices are judged later."""
+        work = self._work
+        streams = [stream_number(track.stream) for track in work.tracks]
+        talks = [kind == "communication" for kind in works]
+        covers = dict[int | str, dict[Work, Stretches]]()
+        for device, rows in work.by_device(work.rows):
+            kernels = self._host.devices[device] = DeviceKernels(rows, streams, talks)
+            covers[device] = _covers(kernels, [works[name] for name in rows.names])
+        if work.beyond.starts:
+            for device, rows in work.by_device(work.everything()):
+                self._host.devices[device] = DeviceKernels(rows, streams, talks)
+        return covers
 
     def _iterations(self) -> list[Iteration]:
         """Return the iterations of one track, preferably of a device's track, because durations there are
@@ -839,12 +799,12 @@ def _by_own_time(operator: Operator) -> tuple[float, str, str]:
     return -operator.self_us, operator.name, operator.shapes
 
 
-def _stretches(covers: Mapping[Work, Cover]) -> dict[Work, Stretches]:
-    return {work: cover.stretches() for work, cover in covers.items()}
+def _covers(kernels: DeviceKernels, works: Sequence[Work]) -> dict[Work, Stretches]:
+    pairs = (zip(kernels.starts, kernels.ends, strict=True) for _ in works)
+    return {work: Stretches(compress(next(pairs), map(work.__eq__, works))) for work in dict.fromkeys(works)}
 
 
-def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
-    stretches = _stretches(covers)
+def _device(key: int | str, stretches: dict[Work, Stretches]) -> Device:
     nothing = Stretches()
     compute, communication = stretches.get("compute", nothing), stretches.get("communication", nothing)
     memory = stretches.get("memory", nothing)
@@ -861,8 +821,7 @@ def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
     )
 
 
-def _by_name(item: tuple[int | str, object]) -> tuple[bool, int, str]:
-    key = item[0]
+def _by_name(key: int | str) -> tuple[bool, int, str]:
     return isinstance(key, str), key if isinstance(key, int) else 0, str(key)
 
 

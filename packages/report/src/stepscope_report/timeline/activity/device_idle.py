@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
+from stepscope_report.timeline.activity.device_work import Rows
 from stepscope_report.timeline.activity.doubts import NEVER, Starts
 from stepscope_report.timeline.activity.intervals import CHUNK, Cover, Covered, Names, Pair, Slices, packed
 
@@ -92,22 +93,20 @@ def stream_number(stream: object) -> int:
 
 
 class DeviceKernels:
-    """Kernels of one device, in 33 bytes each."""
+    """Kernels of one device by their starts."""
 
-    def __init__(self) -> None:
-        self.starts, self.ends, self.correlations = array("d"), array("d"), array("q")
-        self.streams = array("q")
-        """Number of the stream of each kernel, or -1."""
-        self.talks = bytearray()
-        """For each kernel, 1 if it communicates, else 0."""
+    def __init__(self, rows: Rows, streams: Sequence[int], talks: Sequence[bool]) -> None:
+        """
+        Args:
+            streams: Number of the stream of each track, or -1.
+            talks: Whether the kernels of each name communicate.
+        """
+        self.starts, self.ends, self.correlations = rows.starts, rows.ends(), rows.correlations
+        self._rows, self._streams, self._talks = rows, streams, talks
 
-    def extend(self, columns: Sequence[Sequence[Any]]) -> None:
-        """Add kernels: their starts, ends, correlations, numbers of streams, and whether they communicate."""
-        *numbers, talks = columns
-        own: list[array[Any]] = [self.starts, self.ends, self.correlations, self.streams]
-        for column, values in zip(own, numbers, strict=True):
-            column.frombytes(packed(column.typecode, values))
-        self.talks.extend(talks)
+    def talks(self) -> Iterator[bool]:
+        """Yield whether each kernel communicates."""
+        return map(self._talks.__getitem__, self._rows.names)
 
     def gaps(
         self, first: float, launches: Sequence[float], threads: Sequence[int]
@@ -115,28 +114,20 @@ class DeviceKernels:
         """Yield the gaps between kernels from a time on, some thousands at once: the start, the end, and the
         launch of the kernel at the end: no later than the end, as it is known, and its thread.
         """
-        starts, ends, order, until = self.starts, self.ends, self._order(), first
-        for at in range(0, len(order), CHUNK):
+        until, columns = first, zip(self.starts, self.ends, launches, threads, strict=True)
+        while some := list(islice(columns, CHUNK)):
             rows = []
-            for number in order[at : at + CHUNK]:
-                start, end = starts[number], ends[number]
+            for start, end, launch, thread in some:
                 if start > until:
-                    launch = launches[number]
-                    rows.append((until, start, launch if launch < start else start, launch, threads[number]))
+                    rows.append((until, start, launch if launch < start else start, launch, thread))
                 if end > until:
                     until = end
             yield rows
 
-    def _order(self) -> Sequence[int]:
-        """Return the numbers of the kernels by their starts."""
-        if all(map(le, self.starts, islice(self.starts, 1, None))):
-            return range(len(self.starts))
-        return array("q", sorted(range(len(self.starts)), key=self.starts.__getitem__))
-
     def running(self, at_us: float, stream: int) -> Iterator[float]:
         """Yield the ends of the kernels of a stream that run at a moment."""
-        for start, end, own in zip(self.starts, self.ends, self.streams, strict=True):
-            if own == stream and start < at_us < end:
+        for start, end, track in zip(self.starts, self.ends, self._rows.tracks, strict=True):
+            if self._streams[track] == stream and start < at_us < end:
                 yield end
 
 
@@ -157,7 +148,7 @@ class Host:
 
     def __init__(self, operators: Nested) -> None:
         self.names, self._operators = Names(), operators
-        self.devices: dict[int | str, DeviceKernels] = defaultdict(DeviceKernels)
+        self.devices: dict[int | str, DeviceKernels] = {}
         self.frames: dict[int, Slices] = defaultdict(Slices)
         """Functions of Python by thread, where the trace has stacks."""
         self._launched, self._launched_by = Starts(), Starts()

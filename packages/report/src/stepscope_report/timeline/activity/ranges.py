@@ -75,9 +75,7 @@ class Labels:
         """Return the labels by path, the longest first within each."""
         if not self._ranges:
             return []
-        busy = Covered(
-            sorted(chain.from_iterable(zip(d.starts, d.ends, strict=True) for d in host.devices.values()))
-        )
+        busy = Covered(merge(*(zip(d.starts, d.ends, strict=True) for d in host.devices.values())))
         nodes = [_Node(_ROOT, "")]
         nested = self._nest(nodes, busy)
         main = max(nested, key=lambda thread: len(nested[thread]))
@@ -126,13 +124,15 @@ class Labels:
         return nested
 
     @staticmethod
-    def _kernels(host: Host, nested: dict[int, Slices], main: int) -> Iterator[tuple[int, float, float, int]]:
-        """Yield (node, start, end, 1 if it communicates) of each kernel whose launch is known."""
-        by_thread: dict[int, list[tuple[float, float, float, int]]] = defaultdict(list)
+    def _kernels(
+        host: Host, nested: dict[int, Slices], main: int
+    ) -> Iterator[tuple[int, float, float, bool]]:
+        """Yield (node, start, end, whether it communicates) of each kernel whose launch is known."""
+        by_thread: dict[int, list[tuple[float, float, float, bool]]] = defaultdict(list)
         for device in host.devices.values():
             launched, threads = host.launches_of(device.correlations)
             for start, end, called, by, talks in zip(
-                device.starts, device.ends, launched, threads, device.talks, strict=True
+                device.starts, device.ends, launched, threads, device.talks(), strict=True
             ):
                 if called != NEVER:
                     thread = by if by in nested else main

@@ -1,0 +1,183 @@
+"""Work of the devices of a trace in columns: kernels, copies and fills, each with its name and track.
+
+While the file is read, work is added in its order, a block at a time. Totals, and overlaps on a stream, are
+counted in that order once the file was read; then the work of each device is sorted by its starts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, islice
+from operator import add, le
+from typing import Any, NamedTuple
+
+from stepscope_report.timeline.activity.doubts import Stream
+from stepscope_report.timeline.activity.intervals import CHUNK, packed
+
+
+class Track(NamedTuple):
+    """A track of a device in the trace."""
+
+    device: int | str
+    stream: int | str
+    row: tuple[int | str, int | str]
+    """Process and thread that the trace gives the track."""
+    in_graph: bool
+    """True for nodes of graphs, which run beside each other on one stream."""
+
+
+class Rows:
+    """Work of devices, in 32 bytes each."""
+
+    def __init__(self) -> None:
+        self.starts, self.durs = array("d"), array("d")
+        self.correlations = array("q")
+        self.tracks, self.names = array("I"), array("I")
+        """Numbers in `DeviceWork.tracks` and `DeviceWork.names`."""
+
+    def columns(self) -> list[array[Any]]:
+        return [self.starts, self.durs, self.correlations, self.tracks, self.names]
+
+    def extend(self, *columns: Sequence[Any]) -> None:
+        for own, values in zip(self.columns(), columns, strict=True):
+            own.frombytes(packed(own.typecode, values))
+
+    def take(self, rows: Rows, chosen: Sequence[bool]) -> None:
+        """Add those rows of others that are chosen."""
+        for own, values in zip(self.columns(), rows.columns(), strict=True):
+            own.extend(compress(values, chosen))
+
+    def sort(self) -> None:
+        """Sort by the starts."""
+        if all(map(le, self.starts, islice(self.starts, 1, None))):
+            return
+        order = array("I", sorted(range(len(self.starts)), key=self.starts.__getitem__))
+        for column in self.columns():
+            values = array(column.typecode)
+            for at in range(0, len(order), CHUNK):
+                chunk = [column[number] for number in order[at : at + CHUNK]]
+                values.frombytes(packed(column.typecode, chunk))
+            column[:] = values
+
+    def ends(self) -> array[float]:
+        return array("d", list(map(add, self.starts, self.durs)))
+
+    def chunks(self) -> Iterator[tuple[list[float], list[float], list[int], list[int]]]:
+        """Yield starts, durations, tracks and names, some thousands at a time."""
+        for at in range(0, len(self.starts), CHUNK):
+            part = slice(at, at + CHUNK)
+            yield (
+                self.starts[part].tolist(), self.durs[part].tolist(),
+                self.tracks[part].tolist(), self.names[part].tolist(),
+            )  # fmt: skip
+
+
+class Totals(NamedTuple):
+    """All work of one name."""
+
+    calls: int
+    total_us: float
+    max_us: float
+
+
+class DeviceWork:
+    """Work of all devices of a trace."""
+
+    def __init__(self) -> None:
+        self.rows, self.beyond = Rows(), Rows()
+        """The work within the times that are read, and beyond them, which only explains gaps."""
+        self.names: dict[str, int] = {}
+        self.categories: list[str] = []
+        """The category of the first event of each name."""
+        self.tracks: list[Track] = []
+        self._places: dict[tuple[int | str, int | str, int, bool], int] = {}
+
+    def add(
+        self,
+        events: Sequence[Any],
+        facts: Sequence[Any],
+        starts_us: Sequence[float],
+        durs: Sequence[float],
+        rows: Rows,
+    ) -> None:
+        """Add slices of devices with their facts."""
+        names = [self.names.get(event.name, -1) for event in events]
+        if -1 in names:
+            names = [self._name(event) for event in events]
+        places = [
+            (event.pid, event.tid, said.device, said.node != 0)
+            for event, said in zip(events, facts, strict=True)
+        ]
+        tracks = [self._places.get(place, -1) for place in places]
+        if -1 in tracks:
+            tracks = list(map(self._track, places))
+        rows.extend(starts_us, durs, [said.correlation for said in facts], tracks, names)
+
+    def _name(self, event: Any) -> int:
+        number = self.names.setdefault(event.name, len(self.names))
+        if number == len(self.categories):
+            self.categories.append(event.cat)
+        return number
+
+    def _track(self, place: tuple[int | str, int | str, int, bool]) -> int:
+        number = self._places.setdefault(place, len(self.tracks))
+        if number == len(self.tracks):
+            pid, tid, device, in_graph = place
+            key = pid if device < 0 else device  # in merged files the pid is not the device's number
+            self.tracks.append(Track(key, tid, (pid, tid), in_graph))
+        return number
+
+    def totals(self) -> list[Totals]:
+        """Return the totals by name."""
+        counts, sums = [0] * len(self.names), [0.0] * len(self.names)
+        longest = sums.copy()
+        for _, durs, _, names in self.rows.chunks():
+            for name, dur in zip(names, durs, strict=True):
+                counts[name] += 1
+                sums[name] += dur
+                if dur > longest[name]:
+                    longest[name] = dur
+        return list(map(Totals, counts, sums, longest))
+
+    def by_stream(
+        self, computes: Sequence[bool], order_of: Callable[[tuple[int | str, int | str]], Stream] | None
+    ) -> dict[tuple[int | str, int | str], float]:
+        """Return the sum of the computation on each stream, by device and stream.
+
+        Args:
+            computes: Whether the work of each name is computation.
+            order_of: Returns what counts the overlaps on a track, or None to count none.
+        """
+        sums: dict[tuple[int | str, int | str], float] = defaultdict(float)
+        for starts_us, durs, tracks, names in self.rows.chunks():
+            by_track: dict[int, list[int]] = defaultdict(list)
+            for number, track in enumerate(tracks):
+                by_track[track].append(number)
+            for track, numbers in by_track.items():
+                place, own = self.tracks[track], [durs[number] for number in numbers]
+                computed = [durs[number] for number in numbers if computes[names[number]]]
+                if computed:
+                    sums[place.device, place.stream] = sum(computed, sums[place.device, place.stream])
+                if order_of is not None and not place.in_graph:
+                    order_of(place.row).extend([starts_us[number] for number in numbers], own)
+        return sums
+
+    def everything(self) -> Rows:
+        """Return all rows, those beyond the times that are read too."""
+        rows = Rows()
+        for part in (self.rows, self.beyond):
+            rows.extend(*part.columns())
+        return rows
+
+    def by_device(self, rows: Rows) -> Iterator[tuple[int | str, Rows]]:
+        """Yield the rows of each device, sorted by their starts."""
+        devices = list(dict.fromkeys(self.tracks[track].device for track in dict.fromkeys(rows.tracks)))
+        for device in devices:
+            own = rows
+            if len(devices) > 1:
+                own, chosen = Rows(), [track.device == device for track in self.tracks]
+                own.take(rows, [chosen[track] for track in rows.tracks])
+            own.sort()
+            yield device, own
