@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording import output
+from stepscope._recording.process import exports
 from stepscope._recording.process.run import run_id
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Expectation, ProcessPart
@@ -38,7 +38,7 @@ def close_ms(config: ProfileConfig, step: int, others: int) -> float:
             part, process=process, owner=False, expected=items, closed=part.opened
         )
         layout.part_of(process, run_id()).write_bytes(msgspec.json.encode(other))
-    output.exporter().drain(60)
+    exports.exporter().drain(60)
     began = time.perf_counter()
     cap.close()
     return (time.perf_counter() - began) * 1e3

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from _measure import Measured, arguments, header, interleaved, median_over, table, verdict
 
-from stepscope._recording.output import Exporter, ExportResult
+from stepscope._recording.process.exports import Exporter, ExportResult
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import Artifact, Sidecar

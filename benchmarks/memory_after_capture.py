@@ -17,7 +17,7 @@ import torch
 from _measure import arguments, header, interleaved, table, verdict
 from export_stall import Training, describe
 
-from stepscope._recording.output import Exporter
+from stepscope._recording.process.exports import Exporter
 from stepscope.backends.torch import window
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording import output
 from stepscope._recording.after import pipeline
+from stepscope._recording.process import exports
 from stepscope._recording.process import run as run_identity
 from stepscope._recording.session import budget as control
 from stepscope._recording.spans import slot
@@ -159,7 +159,7 @@ def test_the_newest_steps_are_kept_and_the_removed_ones_written_down(tmp_path: P
     for step in (3, 4, 5, 6):
         with capture(step, config=config):
             pass
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     run = RunLayout(config.save_path)
     assert list(run.steps()) == [5, 6]
     assert [line.split(":")[0] for line in run.removed.read_text().splitlines()] == ["step 3", "step 4"]
@@ -182,7 +182,7 @@ def test_a_step_goes_whole_while_a_thread_still_writes_into_it(tmp_path: Path) -
     try:
         with capture(2, config=config):
             pass
-        assert not output.exporter().drain(60)
+        assert not exports.exporter().drain(60)
     finally:
         stop.set()
         writer.join()
@@ -205,14 +205,14 @@ def test_a_step_whose_trace_is_still_to_be_written_is_kept_for_now(tmp_path: Pat
 
     try:
         with capture(1, config=config):
-            output.exporter().then(hold, deferred=False)
+            exports.exporter().then(hold, deferred=False)
         assert pipeline.busy_steps(run) == {1}
     finally:
         held.set()
-    output.exporter().drain(60)
+    exports.exporter().drain(60)
     with capture(2, config=config):
         pass
-    output.exporter().drain(60)
+    exports.exporter().drain(60)
     assert 2 in run.steps()
 
 

@@ -23,10 +23,9 @@ import pytest
 import stepscope
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
-from stepscope._recording import output
 from stepscope._recording.capture import capture as capture_module
 from stepscope._recording.fanout import worker_side
-from stepscope._recording.process import failures, run
+from stepscope._recording.process import failures, manifest_part, run
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.scopes import current
@@ -785,7 +784,7 @@ def test_a_manifest_that_was_folded_earlier_does_not_come_last(
             another.join(0.2)  # long enough for who is not held back
         order.append(threading.current_thread().name)
 
-    monkeypatch.setattr(output, "write_manifest", write)
+    monkeypatch.setattr(manifest_part, "write_manifest", write)
     files.fold()
     another.join()
     assert order == [threading.current_thread().name, another.name]

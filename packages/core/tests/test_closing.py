@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, capture, flush
-from stepscope._recording import output
 from stepscope._recording.after import pipeline
-from stepscope._recording.process import shutdown
+from stepscope._recording.process import exports, manifest_part, shutdown
 from stepscope._recording.spans.log import SpanLog
 from stepscope.engines import EngineProfiler
 from stepscope.files.layout import RunLayout
@@ -42,7 +41,7 @@ def test_closing_folds_the_manifest_once(
     config = ProfileConfig(save_path=str(tmp_path), steps=[1], roles={"none": {}})
     engines: list[EngineProfiler] | None = [FakeEngineProfiler(FakeEngine())] if has_engine else None
     cap = capture(1, config=config, engines=engines).open()
-    monkeypatch.setattr(output, "fold", fold)
+    monkeypatch.setattr(manifest_part, "fold", fold)
     cap.close()
     assert folds == [1]
 
@@ -144,7 +143,7 @@ def test_captures_that_were_rolled_back_count_among_the_steps_to_keep(
     for step in range(1, 5):
         with capture(step, config=config_of(tmp_path, budget={"keep_steps": 1})):
             pass
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     assert list(RunLayout(tmp_path).steps()) == [4]
 
 
@@ -190,6 +189,6 @@ def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(
     RunLayout(tmp_path).step(2).root.write_text("in the way")
     with capture(2, config=config) as cap:
         pass
-    output.exporter().drain(30)  # it fails to write, too
+    exports.exporter().drain(30)  # it fails to write, too
     assert "not captured: NotADirectoryError" in cap.result.summary()
     assert "step 2 captured" not in caplog.text

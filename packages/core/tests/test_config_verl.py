@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording import output
 from stepscope._recording.after import pipeline
+from stepscope._recording.process import exports
 from stepscope.config import EngineConfig, IterationsConfig, _verl
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
@@ -182,7 +182,7 @@ def test_the_command_finds_the_variables_of_verl(tmp_path: Path) -> None:
     config = quietly(trainer_config("0.9.1", finish_hook_cmd=text, save_path=str(tmp_path)))
     with capture(2, config=config, role="actor", rank=8) as block:
         pass
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     pipeline.end("the test ended", 60, patient=True)
     assert block.result.path is not None
     (log,) = block.result.path.glob("finish_*.log")

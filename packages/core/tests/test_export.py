@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope._recording import output as export
-from stepscope._recording.output import Exporter, ExportResult
+from stepscope._recording.process import exports
+from stepscope._recording.process.exports import Exporter, ExportResult
 from stepscope.backends import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
@@ -287,11 +287,11 @@ class TestFailures:
 
 class TestProcess:
     def test_a_forked_child_has_an_empty_queue(self, tmp_path: Path) -> None:
-        parent = export.exporter()
+        parent = exports.exporter()
         submission = Submission(parent, tmp_path / "parent.json", deferred=True)
 
         def child_exports() -> bool:
-            own = export.exporter()
+            own = exports.exporter()
             done = Submission(own, tmp_path / "child.json")
             return own is not parent and own.drain(20) == [] and done.path.is_file()
 

@@ -21,10 +21,9 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
-from stepscope._recording import output
 from stepscope._recording.after import pipeline, programs
 from stepscope._recording.capture.result import CaptureResult
-from stepscope._recording.process import shutdown
+from stepscope._recording.process import exports, shutdown
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation, Manifest, awaited
@@ -60,7 +59,7 @@ def captured(config: ProfileConfig, step: int = 1, rank: int | None = None) -> C
 
 
 def drain() -> None:
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     assert not pipeline._hooks.drain(60)
     assert not pipeline._commands.drain(60)
 
@@ -289,14 +288,14 @@ def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> Non
     config = a_config(tmp_path, finish={"command": command}, budget={"keep_steps": 1})
     layout = RunLayout(config.save_path)
     captured(config, 1)
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     captured(config, 2)
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     assert set(layout.steps()) == {1, 2}
     go.write_text("done")
     drain()
     captured(config, 3)
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     assert set(layout.steps()) == {3}
 
 
@@ -336,7 +335,7 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     part = session.layout.part_of(other, session.run_id)
     part.write_bytes(msgspec.json.encode(late))
     block.close()
-    assert not output.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     (job,) = pipeline._commands.drain(0)
     assert isinstance(job, programs.Chores)
     files = block.result._files

@@ -7,9 +7,8 @@ from functools import partial
 
 import pytest
 
-from stepscope._recording import output
 from stepscope._recording.after import pipeline
-from stepscope._recording.process import failures, fork
+from stepscope._recording.process import exports, failures, fork
 from stepscope._recording.spans.span import thread
 
 
@@ -38,10 +37,10 @@ def test_what_is_not_in_the_table_is_refused_with_the_fix() -> None:
 
 
 def test_a_forked_child_has_an_exporter_and_queues_of_its_own() -> None:
-    before = (output.exporter(), pipeline._hooks, pipeline._commands)
+    before = (exports.exporter(), pipeline._hooks, pipeline._commands)
     child = os.fork()
     if child == 0:
-        after = (output.exporter(), pipeline._hooks, pipeline._commands)
+        after = (exports.exporter(), pipeline._hooks, pipeline._commands)
         os._exit(any(one is other for one, other in zip(before, after, strict=True)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

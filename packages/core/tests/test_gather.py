@@ -21,7 +21,6 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, profile_step, request_capture
-from stepscope._recording import output
 from stepscope._recording.after import pipeline, programs
 from stepscope._recording.capture import on_demand
 from stepscope._recording.capture.files import CapturedFiles
@@ -29,6 +28,7 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout import fetch
 from stepscope._recording.fanout.messages import WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
+from stepscope._recording.process import exports
 from stepscope._recording.recorder import steps
 from stepscope._recording.session import budget
 from stepscope._recording.session.session import Session
@@ -166,7 +166,7 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
 def drain() -> None:
     """Finish the work after a capture, and the work at the end of the process."""
     steps.flush()
-    assert output.exporter().drain(120) == []
+    assert exports.exporter().drain(120) == []
     assert pipeline._commands.drain(120) == []
 
 

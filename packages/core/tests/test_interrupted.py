@@ -20,9 +20,8 @@ import pytest
 
 from packages.core.tests.interruptions import LEFTOVERS, OURS, Signal
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording import output
 from stepscope._recording.capture import capture as captures
-from stepscope._recording.process import private_loop
+from stepscope._recording.process import exports, private_loop
 from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded import window_thread
@@ -121,7 +120,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str,
         if tool == "torch":
             assert foreign_sessions.busy() is None, where
         else:
-            output.exporter().drain(10)  # the record of what closing took
+            exports.exporter().drain(10)  # the record of what closing took
             assert not hidden_files(folder), where  # a trace of torch may be on its way
         if way is closed:  # a loop that ends takes an engine's answer with it
             assert {item.name: item.state for item in part.expected}["replica 0"] == "ok", where

@@ -26,8 +26,8 @@ from stepscope._recording.capture import capture as captures
 from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
 from stepscope._recording.fanout.worker_side import start_worker, stop_worker
-from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import shutdown
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.session import session
 from stepscope._recording.session.profiler_windows import Windows
 from stepscope._recording.session.session import Session

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording.output import ManifestPart
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout

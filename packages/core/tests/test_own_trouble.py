@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, span
-from stepscope._recording import output
 from stepscope._recording.capture import on_demand
 from stepscope._recording.fanout.messages import StartRequest
 from stepscope._recording.fanout.worker_side import start_worker
-from stepscope._recording.process import private_loop
+from stepscope._recording.process import exports, manifest_part, private_loop
 from stepscope._recording.session import budget
 from stepscope._recording.spans import slot
 from stepscope.engines.own_thread import own_thread
@@ -149,7 +148,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.replace(finish={"command": "true"})
-    monkeypatch.setattr("stepscope._recording.output.write_manifest", fail(OSError(28, "No space left")))
+    monkeypatch.setattr(manifest_part, "write_manifest", fail(OSError(28, "No space left")))
     with capture(1, config=config) as cap:
         pass
     monkeypatch.undo()
@@ -175,7 +174,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config
     with capture(2, config=config):
         pass
     flush()
-    output.exporter().drain(30)
+    exports.exporter().drain(30)
     assert sorted(folder.iterdir()) == sorted([living, foreign])
     assert remove_abandoned(folder) == []
 

@@ -299,9 +299,9 @@ def test_stages_in_two_threads_share_one_window_at_a_time(configure: Configure) 
 def test_a_trace_budget_that_is_used_up_opens_no_further_window(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepscope._recording import output
+    from stepscope._recording.process import exports
 
-    monkeypatch.setattr(output.Exporter, "bytes_written", lambda self, step: 3 << 20)
+    monkeypatch.setattr(exports.Exporter, "bytes_written", lambda self, step: 3 << 20)
     config = configure(budget={"trace_mb": 3})
     with capture(2, config=config):
         pass
@@ -319,7 +319,7 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
     written: bool,
 ) -> None:
     """The first window's trace is on the disk by then, or on its way."""
-    from stepscope._recording import output
+    from stepscope._recording.process import exports
 
     config = configure(
         mode="discrete", budget={"trace_mb": 1}, export={} if written else {"when": "deferred"}
@@ -332,8 +332,8 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
     with capture(2, config=config) as cap:
         work()
         if written:
-            output.exporter().drain(10)
-        monkeypatch.setattr(output.Exporter, "bytes_written", lambda self, step: 1 << 20)
+            exports.exporter().drain(10)
+        monkeypatch.setattr(exports.Exporter, "bytes_written", lambda self, step: 1 << 20)
         for _ in range(3):
             work()
     cap.result.wait()

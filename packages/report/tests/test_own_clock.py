@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
-from stepscope._recording import output
+from stepscope._recording.process import exports
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout
 from stepscope_report import step_report
@@ -88,7 +88,7 @@ class Trainer:
 
 
 def reported(config: ProfileConfig, step: int) -> Times:
-    output.exporter().drain(30)
+    exports.exporter().drain(30)
     account = account_of(config, step)
     return Times(account.opening_ns, account.window_ns, account.closing_ns)
 
@@ -183,7 +183,7 @@ def test_a_step_of_spans_has_no_time_of_the_profiler_in_them(config: ProfileConf
     for step in STEPS:
         with capture(step, config=config), span("work"):
             time.sleep(BODY_S)
-    output.exporter().drain(30)
+    exports.exporter().drain(30)
     idle_ns = [
         line.wall_ns
         for step in STEPS

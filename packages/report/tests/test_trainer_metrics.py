@@ -11,8 +11,7 @@ import pytest
 
 from packages.report.tests.pictures import HOSTILE, rl_step
 from packages.report.tests.steps import printed
-from stepscope._recording import output
-from stepscope._recording.process import run
+from stepscope._recording.process import exports, run
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
 from stepscope.integrations.verl import MetricsLog
@@ -31,7 +30,7 @@ def logged(folder: Path, *values: dict[str, object], step: int = 2) -> dict[str,
     log = MetricsLog(folder)
     for some in values:
         log.log(step, some)
-    output.exporter().drain(10)
+    exports.exporter().drain(10)
     return read_metrics(RunLayout(folder).step(step), run.run_id())
 
 

@@ -22,8 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from stepscope import ProfileConfig, capture, on_report, profile_step, span, trajectory
-from stepscope._recording import output as export
 from stepscope._recording.after import pipeline
+from stepscope._recording.process import exports
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Expectation
@@ -58,7 +58,7 @@ def recorded(folder: Path, report_to: list[str], steps: range = range(2, 3)) -> 
             span("rollout", role="rollout"),
         ):
             update_actor()
-    assert not export.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     assert not pipeline._commands.drain(300)
     assert not pipeline._hooks.drain(60)
     return RunLayout(config.save_path)

@@ -18,7 +18,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
-from stepscope._recording import output as export
+from stepscope._recording.process import exports
 from stepscope.files.layout import RunLayout
 from stepscope.files.spans import Open
 from stepscope.files.trace_context import parse_traceparent
@@ -56,7 +56,7 @@ def tracer() -> Iterator[trace.Tracer]:
 
 
 def a_reported_step(config: ProfileConfig) -> tuple[ReportedStep, Timeline]:
-    assert not export.exporter().drain(60)
+    assert not exports.exporter().drain(60)
     run = RunLayout(config.save_path)
     timeline = load_step(run.step(2).root)
     report = step_report(timeline)

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 import msgspec
 import wrapt
 
-from stepscope._recording import output
 from stepscope._recording.capture import configure
-from stepscope._recording.process import failures, identity, run
+from stepscope._recording.process import exports, failures, identity, run
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.api import span
 from stepscope._recording.spans.scopes import current
@@ -122,7 +121,7 @@ class MetricsLog:
             self._step, self._values = step, {**earlier, **_numbers(values)}
             metrics = StepMetrics(run_id=run.run_id(), step=step, values=self._values)
             # Queued after the exports of the capture, which create the folder.
-            output.exporter().then(partial(self._write, metrics), deferred=False)
+            exports.exporter().then(partial(self._write, metrics), deferred=False)
         except ours() as error:
             failures.note("keeping the trainer's numbers", error)
 

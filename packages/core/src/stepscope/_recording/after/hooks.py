@@ -86,9 +86,9 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     """
     if switch.DISABLED:
         return []
-    from stepscope._recording import output  # imported here, because without files to write it is not needed
+    from stepscope._recording.process import exports  # imported here: not needed without files
 
-    return output.exporter().drain(timeout_s)
+    return exports.exporter().drain(timeout_s)
 
 
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:

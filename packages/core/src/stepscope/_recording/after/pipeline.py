@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope._recording import output
 from stepscope._recording.after.programs import COMMAND, SCALARS, Chores, ClosedCapture
-from stepscope._recording.output import ManifestPart
-from stepscope._recording.process import failures, fork, shutdown
+from stepscope._recording.process import exports, failures, fork, shutdown
 from stepscope._recording.process.failures import describe
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Ending, Expectation, awaited
@@ -137,7 +136,7 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
 
 def once_written(session: Session, work: Callable[[], object]) -> None:
     """Call `work` once the files of this process are written or have failed."""
-    output.exporter().then(work, deferred=session.config.export.when == "deferred")
+    exports.exporter().then(work, deferred=session.config.export.when == "deferred")
 
 
 def fold_when_written(session: Session) -> None:
@@ -188,7 +187,7 @@ def _start_chores(session: Session, closed: ClosedCapture) -> None:
 
 def busy_steps(run: RunLayout) -> set[int]:
     """Return the steps with unwritten files or unfinished work after their capture."""
-    files = output.exporter().unwritten()
+    files = exports.exporter().unwritten()
     written = {
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
     }
@@ -209,7 +208,7 @@ def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar 
 
 def _end_of_process(ending: Ending, deadline_s: float) -> None:
     until = time.monotonic() + deadline_s
-    unwritten = output.exporter().drain(deadline_s)
+    unwritten = exports.exporter().drain(deadline_s)
     if unwritten:
         failures.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
     _fold_again()

@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope._recording import output
 from stepscope._recording.after import pipeline
 from stepscope._recording.after.programs import COMMAND
 from stepscope._recording.capture import omissions, on_demand, result
 from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.files import CapturedFiles
-from stepscope._recording.process import failures, identity
+from stepscope._recording.process import exports, failures, identity
 from stepscope._recording.recorder import standing, steps
 from stepscope._recording.session import activation
 from stepscope._recording.session.session import Session
@@ -48,7 +47,7 @@ def clean_up(session: Session) -> None:
     keep = session.config.budget.keep_steps
     if keep is not None:
         retain = partial(_retain, RunLayout(session.config.save_path), session.run_id, keep)
-        output.exporter().then(retain, deferred=False)
+        exports.exporter().then(retain, deferred=False)
     pipeline.once_written(session, partial(_tidy, session.config.save_path, session.layout))
 
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._fields import closest
 from stepscope.config._profile import DEFAULT_ROLES

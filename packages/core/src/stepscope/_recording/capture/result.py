@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from stepscope._recording import output
 from stepscope._recording.after import hooks, pipeline
-from stepscope._recording.process import failures
+from stepscope._recording.process import exports, failures
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
@@ -156,7 +155,7 @@ class CaptureResult:
         if timeout_s is None:
             timeout_s = files.session.config.budget.export_seconds
         until = time.monotonic() + timeout_s
-        output.exporter().drain(timeout_s)
+        exports.exporter().drain(timeout_s)
         files.await_others(
             lambda: until - time.monotonic(),
             lambda: time.sleep(max(0.0, min(until - time.monotonic(), _POLL_S))),

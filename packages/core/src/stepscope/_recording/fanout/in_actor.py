@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from stepscope._recording import output
 from stepscope._recording.fanout.messages import (
     PrepareAnswer,
     PrepareRequest,
@@ -20,7 +19,7 @@ from stepscope._recording.fanout.messages import (
     WorkerRequest,
 )
 from stepscope._recording.fanout.worker_side import prepare_worker, start_worker, stop_worker
-from stepscope._recording.process import failures
+from stepscope._recording.process import exports, failures
 from stepscope._recording.spans import wrapping
 from stepscope.config import ProfileConfig
 from stepscope.engines.own_thread import own_thread
@@ -120,7 +119,7 @@ def stop_here(instance: object, request: StopRequest) -> tuple[bool, int]:
 
 
 async def drain_here(instance: object, timeout_s: float) -> list[str]:
-    return await own_thread(output.exporter().drain, timeout_s)
+    return await own_thread(exports.exporter().drain, timeout_s)
 
 
 def call_here(instance: object, fn: Callable[..., T], *args: object) -> T:

@@ -25,7 +25,7 @@ from stepscope.files import switch
 from stepscope.files.spans import CONSUME
 
 if TYPE_CHECKING:
-    from stepscope._recording.output import ManifestPart
+    from stepscope._recording.process.manifest_part import ManifestPart
     from stepscope.engines.protocol import EngineFactory
 
 

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from stepscope._recording import output
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import failures, fork, shutdown
+from stepscope._recording.process import exports, failures, fork, shutdown
 from stepscope._recording.session import activation
 from stepscope._recording.spans import scopes, slot
 from stepscope._recording.spans.span import Span
@@ -301,7 +300,7 @@ class _Loop:
     def _write(self) -> None:
         steps, self._steps = self._steps, deque(maxlen=KEPT)
         if steps and self._file is not None:
-            output.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
+            exports.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
 
 
 def begin() -> Began | None:

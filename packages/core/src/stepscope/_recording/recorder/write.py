@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope._recording.counters.sampler import TICKS, Sampler
-from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope._recording.recorder.ring import Copied, Ring

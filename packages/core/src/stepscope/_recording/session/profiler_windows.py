@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from stepscope._recording import output
-from stepscope._recording.output import ManifestPart
-from stepscope._recording.process import failures
+from stepscope._recording.process import exports, failures
 from stepscope._recording.process.identity import in_event_loop
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.session import selection
 from stepscope._recording.spans import scopes
 from stepscope._recording.spans.maker import SpanMaker
@@ -255,7 +254,7 @@ class Windows:
 
     def _used_up(self) -> str | None:
         allowed_mb = self._config.budget.trace_mb
-        written_mb = output.exporter().bytes_written(self._step) >> 20
+        written_mb = exports.exporter().bytes_written(self._step) >> 20
         if written_mb < allowed_mb:
             return None
         return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
@@ -317,7 +316,7 @@ class Windows:
                 options=pending.options,
             )
 
-        def done(result: output.ExportResult) -> None:
+        def done(result: exports.ExportResult) -> None:
             lacking = pending.lacking() if callable(pending.lacking) else pending.lacking
             trouble = result.error or lacking
             self._manifest_part.export_ends(name, result.artifact, trouble, result.cost_ns)
@@ -327,7 +326,7 @@ class Windows:
                 self._on_artifact(path, result.sidecar, self._manifest_part)
 
         self._manifest_part.export_begins(name, truncated, pending.ignored)
-        output.exporter().submit(
+        exports.exporter().submit(
             pending,
             target=target,
             describe=describe_file,

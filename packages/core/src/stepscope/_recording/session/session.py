@@ -19,14 +19,13 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
-from stepscope._recording import output
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.log import CounterLog
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.output import ManifestPart
-from stepscope._recording.process import failures, run, shutdown
+from stepscope._recording.process import exports, failures, run, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
+from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.session import budget, selection
 from stepscope._recording.session.profiler_windows import OnArtifact, Windows
 from stepscope._recording.session.selection import LIBRARY, library_loaded
@@ -157,7 +156,7 @@ class Session:
         """Decide what is recorded in this process, and prepare its files. May run on any thread."""
         if self.config.export.when == "deferred":
             # Deferred exports of the last capture must not run during this capture.
-            output.exporter().drain(self.config.budget.export_seconds)
+            exports.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
         if self._counters is not None:
             self.manifest_part.expect(awaited("counters", "counters", "closing"))
@@ -276,7 +275,7 @@ class Session:
 
     def write_cost(self) -> None:
         """Queue a write of the manifest part after `hand_back`, when the cost of the close is known."""
-        output.exporter().then(self._write_cost, deferred=False)
+        exports.exporter().then(self._write_cost, deferred=False)
 
     def _write_cost(self) -> None:
         # The folder may have been removed.
@@ -375,7 +374,7 @@ class Session:
             self._watchdog.cancel()
         if self._windows is not None and self._closing is not None and not self._is_awaited:
             self._is_awaited = True  # an export would take the GIL and delay the caller
-            output.exporter().then(self._await_caller, deferred=False)
+            exports.exporter().then(self._await_caller, deferred=False)
         if self._windows is not None:
             self._windows.finish(truncated=truncated, discard=discard)
 
