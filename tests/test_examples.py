@@ -80,7 +80,9 @@ def test_both_ranks_of_the_torchrun_loop_are_captured_and_profiled(tmp_path: Pat
         assert {process.info.rank for process in timeline.processes} == {0, 1}
         assert len(list(layout.traces.rglob("*.json.gz"))) == 2
         report = step_report(timeline)
-        assert {(stage.role, stage.stage): stage.calls for stage in report.stages} == {
+        calls = {(stage.role, stage.stage): stage.calls for stage in report.stages}
+        calls.pop(("actor", "all_reduce"), None)  # of DDP, if a rank waited there
+        assert calls == {
             ("rollout", "generate"): 2,
             ("reward", "compute_reward"): 2,
             ("actor", "update_actor"): 2,

@@ -178,7 +178,7 @@ def test_compiled_code_keeps_them_in_its_graph(config: ProfileConfig) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_buckets_of_ddp_are_counted_as_not_on_record(config: ProfileConfig) -> None:
+def test_buckets_of_ddp_have_a_begin_and_are_counted_where_no_rank_waits(config: ProfileConfig) -> None:
     model = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02
     )
@@ -192,6 +192,9 @@ def test_buckets_of_ddp_are_counted_as_not_on_record(config: ProfileConfig) -> N
         distributed.all_reduce(torch.ones(2))
     assert buckets > 0
     assert step.result.wait() is not None
+    begins = [span for span in finished_spans(config.save_path) if "begin_only" in (span.attrs or {})]
+    numbers = [(span.attrs or {})["sequence"] for span in begins]
+    assert numbers == list(range(before + 1, before + buckets + 1))
     timeline = load_step(RunLayout(config.save_path).step(1).root)
     assert unseen_collectives(timeline) == buckets
     page = render_step(timeline, step_report(timeline))
@@ -232,3 +235,54 @@ def test_a_rank_that_comes_late_is_named_where_no_span_is_around_the_collective(
     assert cause.process is not None
     assert cause.process.rank == 1
     assert cause.ns > 8e8
+
+
+DDP_LATE = """
+import sys, time, torch, torch.distributed as dist
+from contextlib import suppress
+from stepscope import capture, configure, span
+folder, rank, steps = sys.argv[1], int(sys.argv[2]), [1] if sys.argv[3] == "captured" else []
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+configure(save_path=f"{folder}/run", steps=steps, roles={"*": {"profiler": "off"}}, counters="off")
+layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.02)
+for step in range(2):
+    dist.barrier()
+    with suppress(ValueError), capture(step, role="actor") as cap:
+        with span("update", role="actor"):
+            for turn in range(3):
+                time.sleep(0.2 if (rank, turn, step) == (1, 1, 1) else 0.01)
+                model(torch.ones(4, 64)).sum().backward()
+        if step and not steps:
+            raise ValueError("the recorder writes the last steps")
+if steps:
+    cap.result.wait()
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["captured", "recorded"])
+def test_a_rank_that_comes_late_to_the_buckets_of_ddp_is_named(tmp_path: Path, how: str) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DDP_LATE, str(tmp_path), str(rank), how],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "STEPSCOPE_RUN_ID": "feed0002",
+                "OMP_NUM_THREADS": "1",  # torch's threads of two ranks would fight for the cores
+            },
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+    timeline = load_step(tmp_path / "run" / "step_000001")
+    report = step_report(timeline)
+    assert report.cause is not None
+    assert (report.cause.kind, report.cause.process and report.cause.process.rank) == ("late-rank", 1)
+    assert (report.cause.ns or 0) > 1.5e8
+    (update,) = [stage for stage in report.stages if stage.stage == "update"]
+    waited_ns = {share.rank: share.waited_ns for share in update.processes}
+    assert waited_ns[0] > 1.5e8 > waited_ns[1]

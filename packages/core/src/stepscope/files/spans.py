@@ -33,6 +33,8 @@ WAITING = frozenset({"queue", "wait"})
 GROUP, SEQUENCE = "group", "sequence"
 """Attributes of a collective's span: the name of its process group, and its number in the group, which is the
 same in all ranks."""
+BEGIN_ONLY = "begin_only"
+"""Attribute of a collective's span of zero length: `true`, because only its begin is known."""
 ISSUED_NS = "issued_ns"
 """Attribute of a span that waits for a collective: the time from the issue of the collective to the wait."""
 REPLICA = "replica"

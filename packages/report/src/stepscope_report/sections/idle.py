@@ -500,7 +500,7 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     if len(shown) < len(rows):
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
     if unseen := unseen_collectives(page.timeline):
-        note += f" {unseen:,} collectives that Python did not call, such as DDP's, are not on record."
+        note += f" {unseen:,} collectives that Python did not call, such as DDP's, have no wait on record."
     head = (*columns, "in collectives") if collectives else columns
     yield section("idle", "Idle, and why", key, table(head, cells, "idle-table"), note=note)
 

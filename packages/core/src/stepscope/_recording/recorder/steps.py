@@ -197,7 +197,7 @@ def seconds_of(took_ns: Mapping[tuple[str, str], int]) -> dict[str, float]:
     """Return {`role/stage`: seconds} from {(role, stage): ns}."""
     stages: dict[str, int] = defaultdict(int)
     for (role, stage), ns in took_ns.items():
-        if stage != STEP_TOKENS:
+        if ns and stage != STEP_TOKENS:  # marks have no length
             stages[f"{bounded(str(role))}/{bounded(str(stage))}"] += ns
     return {stage: round(ns / 1e9, 6) for stage, ns in _few(stages).items()}
 

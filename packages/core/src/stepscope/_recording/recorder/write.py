@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope._recording.recorder.ring import Copied, Ring
-from stepscope._recording.recorder.state import communicators_in_time
+from stepscope._recording.recorder.state import communicators_in_time, in_time
 from stepscope._recording.recorder.steps import RecordedStep
-from stepscope._recording.spans import lines, scopes
+from stepscope._recording.spans import issued_calls, lines, scopes
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, passes, settings
@@ -51,6 +52,8 @@ STANDS_STILL = ("hang", "signal")
 """Triggers for which the state of each process is written too."""
 _KEPT = "the passes that the engine kept"
 _OLDER = "earlier passes were not kept: the engine did not keep any yet, or recorder.memory_mb was too small"
+_ASK_S = 2.0
+"""Longest wait for torch's flight recorder, which may block."""
 _BATCH = 500
 """Number of spans that are encoded without a pause, in about 2 ms. After that, other threads get the GIL for
 the same time."""
@@ -151,7 +154,7 @@ class StepWriter:
         if windows and trigger in STANDS_STILL:
             self._write_state(windows[-1])
         copied, lost = self._copy()
-        spans = _by_window(copied.spans, windows)
+        spans = _by_window([*copied.spans, *self._issued(windows)], windows)
         written = [
             self._write(
                 window,
@@ -228,6 +231,13 @@ class StepWriter:
             write_atomic(path, msgspec.json.encode(state))
         except ours() as error:
             failures.note("writing what the process does, into a step of the flight recorder", error)
+
+    def _issued(self, windows: Sequence[Window]) -> list[Span]:
+        """Return the collectives that C++ issued in the steps. Empty if torch does not tell them in time."""
+        if not windows:
+            return []
+        read = partial(issued_calls.issued, self._ring, windows[0].opened.mono_ns)
+        return in_time("reading the collectives that C++ issued", read, _ASK_S) or []
 
     def _copy(self) -> tuple[Copied, str | None]:
         """Return (a copy of the spans, None), or (an empty copy, the reason why the copy failed)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -66,6 +67,9 @@ _installed = False
 _issued: dict[int, _Issued] = {}
 """{id of a `Work`: its call} of calls that no code has waited for. `sweep` removes entries whose `Work` was
 freed."""
+seen: deque[tuple[str, int, int]] = deque(maxlen=4096)
+"""(process group, number, monotonic start in ns) of the last calls, more than torch's own recorder holds. One
+writer: `_note`."""
 _SWEEP_AT = 256
 """Number of entries in `_issued` above which each further call runs `sweep`."""
 
@@ -110,6 +114,11 @@ def watch(is_on: bool) -> None:
         failures.note("timing collectives", error)
 
 
+def is_on() -> bool:
+    """Return whether collectives are timed."""
+    return _is_on and _installed
+
+
 def _timed(method: _Method, name: str, stage: str) -> _Method:
     @uncompiled
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,8 +140,9 @@ def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
     """
     end_ns = monotonic_ns()
     try:
-        number = group._get_sequence_number_for_group()
-        attrs: dict[str, AttrValue] = {WAIT: True, GROUP: group.group_name, SEQUENCE: number}
+        name, number = group.group_name, group._get_sequence_number_for_group()
+        seen.append((name, number, start_ns))
+        attrs: dict[str, AttrValue] = {WAIT: True, GROUP: name, SEQUENCE: number}
         if work is None:
             _begin(stage, attrs, start_ns, end_ns)
             return

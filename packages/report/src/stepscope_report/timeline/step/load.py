@@ -22,7 +22,7 @@ from stepscope.files.manifest.parts import fold, of_the_last
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.scalars import read_metrics
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.files.spans import CONSUME, STEP_TOKENS, Open, only_waits
+from stepscope.files.spans import BEGIN_ONLY, CONSUME, STEP_TOKENS, Open, only_waits
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.states import ProcessState
 from stepscope.files.storage.reading import read_records
@@ -34,6 +34,7 @@ from stepscope_report.timeline.model import Counter, EngineStall, FileProblem, P
 from stepscope_report.timeline.processes import files_elsewhere
 from stepscope_report.timeline.sources import CounterFile, Source, read_sources
 from stepscope_report.timeline.step.foreign import add_foreign
+from stepscope_report.timeline.step.issued import end_issued
 from stepscope_report.timeline.step.passes import passes_of
 from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
 from stepscope_report.timeline.step.trace_files import GONE, find_traces, lost_files
@@ -196,6 +197,7 @@ def _assemble(
         for source, name, placed, own in zip(sources, names, aligned, records, strict=True)
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
+    end_issued(spans, processes)
     spans, marks = _apart(spans)
     around = uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns, step)
     consumed = tuple(mark for mark in marks if mark.stage == CONSUME)
@@ -358,8 +360,8 @@ def _series_of(file: CounterFile, process: int, place: Placement) -> Iterator[Co
 
 
 def _apart(spans: list[Span]) -> tuple[list[Span], list[Span]]:
-    """Separate the calls of `consume` and `step_tokens` from the other spans. No spans are below such
-    calls.
+    """Separate the calls of `consume` and `step_tokens`, and collectives without an end, from other spans. No
+    spans are below such calls.
     """
     marks = [span for span in spans if _is_mark(span)]
     if not marks:
@@ -389,7 +391,8 @@ def _taken(
 
 
 def _is_mark(span: Span) -> bool:
-    return span.dur_ns == 0 and span.stage in (CONSUME, STEP_TOKENS)
+    is_issued = span.attrs is not None and BEGIN_ONLY in span.attrs
+    return span.dur_ns == 0 and (is_issued or span.stage in (CONSUME, STEP_TOKENS))
 
 
 def _span(record: Open, process: int, parent: int | None, place: Placement, step: int) -> Span:
