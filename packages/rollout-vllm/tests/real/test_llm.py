@@ -6,6 +6,9 @@ import asyncio
 import gzip
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,20 +77,35 @@ def test_the_counters_of_a_step_are_what_the_loop_counts(llm: LLM, config: Profi
     assert {"waiting requests", "KV cache"} <= rows.keys()
 
 
-def test_each_of_two_engines_has_its_own_counters(llm: LLM, make_llm: Callable[..., LLM]) -> None:
-    """vLLM takes the first engine's metrics out of the process' registry when it makes the second."""
+TWO_ENGINES = """
+import json, sys
+from vllm import LLM, SamplingParams
+from stepscope_vllm import VllmProfiler
 
-    def totals(engine: LLM) -> dict[str, float]:
-        sources = VllmProfiler(engine).counters()
-        sampled = {source.name: sum(source.sample().values()) for source in sources}
-        return {name: sampled[name] for name in ("finished requests", "generation tokens")}
+def totals(engine):
+    sources = VllmProfiler(engine).counters()
+    sampled = {source.name: sum(source.sample().values()) for source in sources}
+    return [sampled["finished requests"], sampled["generation tokens"]]
 
-    before, other = totals(llm), make_llm()
-    generate(llm, tokens=5, requests=3)
-    generate(other, tokens=7, requests=1)
-    grown = {name: value - before[name] for name, value in totals(llm).items()}
-    assert grown == {"finished requests": 3, "generation tokens": 15}
-    assert totals(other) == {"finished requests": 1, "generation tokens": 7}
+model, sizes = json.loads(sys.argv[1])
+engines = [LLM(model=model, **sizes) for _ in range(2)]
+for engine, tokens, requests in zip(engines, (5, 7), (3, 1)):
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    engine.generate(["hello world"] * requests, sampling, use_tqdm=False)
+print(json.dumps([totals(engine) for engine in engines]))
+"""
+
+
+def test_each_of_two_engines_has_its_own_counters(model: str, sizes: dict[str, Any]) -> None:
+    """vLLM takes the first engine's metrics out of the process' registry when it makes the second. A process
+    of their own, because the end of an engine ends the parallel groups of its process.
+    """
+    command = [sys.executable, "-c", TWO_ENGINES, json.dumps([model, sizes])]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [[3, 15], [1, 7]]
 
 
 def test_a_step_keeps_the_settings_that_vllm_was_built_with(llm: LLM, config: ProfileConfig) -> None:
