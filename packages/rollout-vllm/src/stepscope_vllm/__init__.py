@@ -1,13 +1,14 @@
 """Adapter for vLLM: starts and stops vLLM's profiler with a capture.
 
-The supported range of vLLM is the `engine` extra of this distribution. Nothing here imports vLLM unless its
-user has imported it.
+The `engine` extra of this distribution states the supported range of vLLM. Importing this package does not
+import vLLM.
 
-    _arming       prepares engines while they are built
-    _driving      knows an engine's facts, and calls it in this process or over HTTP
+    _arming       enables the profiler of engines while they are built
+    _driving      reads an engine's facts, and calls an engine of this process
     _capture      holds the captures of one engine
     _engine_side  runs in vLLM's own processes
-    _files        reads and moves what vLLM's profilers wrote
+    _files        reads and moves the files of vLLM's profilers
+    _server       calls an engine over HTTP
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 _LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._server"}
-"""{name: module}, loaded on first use, because these import asyncio and a worker needs only the extension."""
+"""{name: module}. The modules are loaded on first use, because they import asyncio, and a worker needs only
+the extension."""
 
 
 def __getattr__(name: str) -> object:

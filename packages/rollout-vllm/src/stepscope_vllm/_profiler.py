@@ -1,4 +1,4 @@
-"""VllmProfiler: an `AsyncLLM` or an `LLM` of this process, behind the contract of engine profilers."""
+"""VllmProfiler: the `EngineProfiler` of an `AsyncLLM` or an `LLM` in this process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
 
 
 class VllmProfiler(ReplicaProfiler):
-    """Profiler of one engine of this process: drives vLLM's own profiler in all of its workers.
+    """Profiler of one engine of this process. Drives vLLM's own profiler in all workers of the engine.
 
-    It can be called from any event loop or thread. The engine itself is called on its own loop or thread.
+    The methods can be called from any event loop or thread. They call the engine on its own loop or thread.
     """
 
     def __init__(self, engine: object, *, replica: int | None = None) -> None:
@@ -37,7 +37,7 @@ class VllmProfiler(ReplicaProfiler):
             replica: The replica's number; None for its position in `capture(engines=[...])`.
 
         Raises:
-            EngineError: `engine` is neither.
+            EngineError: `engine` is neither an `AsyncLLM` nor an `LLM`.
         """
         if not discovery.is_engine(engine):
             kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
@@ -75,7 +75,9 @@ class VllmProfiler(ReplicaProfiler):
         self._ignored = ascend_profiler.check(target.settings, target.environment)
 
     def counters(self) -> Sequence[CounterSource]:
-        """Return the engine's counters. They are empty unless it was built with `disable_log_stats=False`."""
+        """Return the engine's counters. With `disable_log_stats=True`, only the number of unfinished requests
+        has values.
+        """
         engine = ref(self.engine)
 
         def read() -> dict[str, float]:
@@ -103,7 +105,7 @@ class VllmProfiler(ReplicaProfiler):
         return self._unable(capture, ascend_profiler.installed())
 
     async def start(self, capture: EngineCapture) -> None:
-        ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files
+        ascend = await own_thread(ascend_profiler.installed)  # the first call reads source files
         self.check()
         ignored = self._unable(capture, ascend)
         self._target.calls.bind(users_loop())
@@ -130,7 +132,7 @@ class VllmProfiler(ReplicaProfiler):
 
 
 class VllmFactory(EngineFactory):
-    """Adapter `vllm`: recognises `AsyncLLM` and `LLM`, and finds those of this process."""
+    """Adapter `vllm`. Recognises `AsyncLLM` and `LLM`, and finds such engines in this process."""
 
     distributions = (*_versions.DISTRIBUTIONS, "vllm-ascend")
     builder = unedited.BUILDER

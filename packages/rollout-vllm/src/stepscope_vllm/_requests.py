@@ -14,12 +14,11 @@ _STAMPS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 """Fields of `RequestStateStats`, in seconds of the engine core's monotonic clock; 0 if not reached."""
 
 _SLACK_S = 0.05
-"""Largest difference, between a request's arrival and its end, by which the wall clock may have been
-corrected."""
+"""Largest correction of the wall clock that is tolerated between a request's arrival and its end."""
 
 
 class TimedSpan(Protocol):
-    """The part of the results of `span`, `turn` and `trajectory` that is used."""
+    """The methods of the results of `span`, `turn` and `trajectory` that `record_request` calls."""
 
     def set(self, **attrs: Fact) -> None: ...
 
@@ -27,15 +26,15 @@ class TimedSpan(Protocol):
 
 
 def record_request(span: TimedSpan, output: object) -> None:
-    """Record on the span around a request how the engine spent its time.
+    """Record on the span around a request how the engine spent the request's time.
 
-    The span gets `request_facts` as attributes. It also gets child spans `queue`, `prefill` and `decode` of
-    role `rollout`, with the engine's times.
+    The span gets `request_facts` as attributes, and the child spans `queue`, `prefill` and `decode` of role
+    `rollout`, with the engine's times.
 
     Args:
-        span: The turn or span that made the request and waited for it, still open.
-        output: vLLM's `RequestOutput`, finished. Only attributes are recorded if it has no `metrics`, or if
-            the engine core runs on another host, whose clock differs.
+        span: The open turn or span that made the request and waited for its result.
+        output: vLLM's finished `RequestOutput`. Without `metrics`, or if the engine core runs on another
+            host, whose clock differs, the span gets attributes and no child spans.
     """
     span.set(**request_facts(output))
     stamps = _stamps_here(getattr(output, "metrics", None))
@@ -44,11 +43,11 @@ def record_request(span: TimedSpan, output: object) -> None:
 
 
 def _stamps_here(stats: Any) -> list[float]:
-    """Return the times of a finished request on this process' monotonic clock; empty if they are of another
-    clock.
+    """Return the times of a finished request on this process' monotonic clock; empty if another clock
+    measured them.
     """
     stamps = [float(getattr(stats, name, 0.0)) for name in _STAMPS]
-    arrived = float(getattr(stats, "arrival_time", 0.0))  # the one that is on the wall clock, of this process
+    arrived = float(getattr(stats, "arrival_time", 0.0))  # the only time from the wall clock of this process
     now = time.monotonic()
     earliest, latest = now - (time.time() - arrived) - _SLACK_S, now + _SLACK_S
     fits = all(a <= b for a, b in pairwise([earliest, *stamps, latest]))
@@ -56,11 +55,11 @@ def _stamps_here(stats: Any) -> list[float]:
 
 
 def request_facts(output: object) -> dict[str, str | int | float]:
-    """Return the attributes that tell how one request spent its time: `span.set(**request_facts(output))`.
+    """Return how one request spent its time, as attributes: `span.set(**request_facts(output))`.
 
     Args:
-        output: vLLM's `RequestOutput`, finished. It has `metrics` unless the engine was built with
-            `disable_log_stats=True`, the default of `LLM`. Without them there are only the counts.
+        output: vLLM's finished `RequestOutput`. It has `metrics` unless the engine was built with
+            `disable_log_stats=True`, the default of `LLM`. Without `metrics` the result has no times.
 
     Returns:
         `request_id`, `prompt_tokens`, `cached_tokens`, `output_tokens`, `finish_reason`; with metrics also

@@ -1,4 +1,4 @@
-"""VllmServer: a `vllm serve`, behind the contract of engine profilers."""
+"""VllmServer: the `EngineProfiler` of a `vllm serve`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from stepscope_vllm._files.traces import Layout
 from stepscope_vllm._versions import Dialect
 
 ASK_S = 10.0
-"""The timeout of short requests: version, routes, metrics."""
+"""Timeout of short requests: version, routes, metrics."""
 _START_S = 60.0
-"""Timeout of a start, which waits for all workers, of which each may be in a long prefill."""
+"""Timeout of a start. The start waits for all workers, and each worker may be in a long prefill."""
 _NEVER = 1 << 30
-"""Number of an iteration that no capture reaches."""
+"""Number of iterations that no capture reaches."""
 BUILT = (
     'Fix: serve it with `--profiler-config \'{"profiler": "torch", "torch_profiler_dir": "/a/shared/folder", '
     '"torch_profiler_with_stack": false, "ignore_frontend": true}\'` (stepscope_vllm.server_args), or with '
@@ -44,7 +44,7 @@ BUILT = (
 
 
 class ServerTarget:
-    """One `vllm serve`."""
+    """The target of a capture if the engine is a `vllm serve`."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class ServerTarget:
         self.reports: Sequence[Mapping[str, object]] = ()
         self.settings: Mapping[str, object] = {}
         self._frontends: set[str] = set()
-        """Names of the API server's own traces from before the start."""
+        """Names of the API server's own traces that existed before the start."""
 
     def facts(self) -> dict[str, Option]:
         layout: dict[str, Option] = {"url": self._server.url}
         try:
             answer = self._server.request_now("GET", "/metrics", timeout_s=ASK_S)
         except EngineError:
-            return layout  # the start or the stop reports what is wrong
+            return layout  # the start or the stop will report the error
         return {**layout, **target.scheduler(answer.body.decode(errors="replace"))}
 
     def take_passes(self) -> Sequence[PassFile]:
-        """Return the notes that the server's plugin left in its folder, and remove the files."""
+        """Return the notes of passes in the files that the server's plugin wrote, and remove the files."""
         return take(self.folder, f"{self._name}_*")
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
@@ -86,7 +86,7 @@ class ServerTarget:
         self._frontends = await asyncio.to_thread(engine_folder.of_frontends, self.folder)
         if self._dialect.prefix == "every start":
             body["profile_prefix"] = name if capture.profiler else f"{name}{ALONE}"
-        if not capture.profiler:  # a server without the plugin begins no recording either
+        if not capture.profiler:  # so that a server without the plugin does not record either
             body["delay_iterations"], body["max_iterations"] = _NEVER, 1
         elif self._dialect.bounds:
             body["delay_iterations"] = capture.iterations.start
@@ -96,7 +96,8 @@ class ServerTarget:
         except UnreachableError:
             raise
         except AnswerLostError:
-            # It may have begun. One stop is harmless; a second would end an older server with a frontend.
+            # The recording may have begun. One stop is harmless, but a second would crash an older server
+            # that records its front end.
             await self._server.request("POST", "/stop_profile", timeout_s=_START_S)
             raise
         if answer.status == 409:
@@ -111,8 +112,8 @@ class ServerTarget:
         if not self._dialect.guarded:
             frontends = await asyncio.to_thread(engine_folder.of_frontends, self.folder)
             if frontends - self._frontends:
-                return {}  # somebody has stopped it: before vLLM 0.31 one more ends the server
-        answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
+                return {}  # others stopped the profiler; before vLLM 0.31, a second stop ends the server
+        answer = await self._server.request("POST", "/stop_profile")  # may take minutes; the caller limits it
         self._refuse_failure("stop_profile", answer)
         if self._below:
             self.folder = await asyncio.to_thread(engine_folder.holder, self.folder, f"{self._name}_")
@@ -147,17 +148,17 @@ def as_object(answer: Answer) -> dict[str, object]:
 log = logging.getLogger("stepscope")
 
 _desks: dict[str, Desk] = {}
-"""{server: its captures}, because a loop may make a new profiler for each capture. One writer:
-`VllmServer`."""
+"""{URL of a server: its captures}. They are kept here because a loop may make a new profiler for each
+capture. One writer: `VllmServer`."""
 
 _warned: set[str] = set()
-"""Servers whose pipelines were warned about. One writer: `VllmServer.check`."""
+"""URLs of the servers about whose pipelines a warning was logged. One writer: `VllmServer.check`."""
 
 
 class VllmServer(ReplicaProfiler):
-    """Profiler of one `vllm serve`, driven by its routes /start_profile and /stop_profile.
+    """Profiler of one `vllm serve`, which stepscope drives by the routes /start_profile and /stop_profile.
 
-    vLLM does not protect these routes with its `--api-key`, so do not expose its port.
+    vLLM's `--api-key` does not protect these routes, so do not expose the server's port.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class VllmServer(ReplicaProfiler):
         prefill_context_parallel_size: int = 1,
     ) -> None:
         """Args:
-            url: `http://host:port` of the server itself, not of a router (for that: `behind`).
+            url: `http://host:port` of the server itself. For the servers of a router, use `behind`.
             profile_dir: The server's `torch_profiler_dir`, as this process sees it, or None to ask the
                 server, which answers in development mode only (VLLM_SERVER_DEV_MODE=1).
             replica: The replica's number; None for its position in `capture(engines=[...])`.
@@ -196,7 +197,7 @@ class VllmServer(ReplicaProfiler):
         )
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
         self._below = False
-        """True if the server writes to `_folder` or to a folder in it, which only its files will show."""
+        """True if the server may write to a folder in `_folder`. The capture's files then show which."""
         self._direct = False
         """True if the server is known not to be a router."""
         self._version = "unknown"
@@ -214,13 +215,13 @@ class VllmServer(ReplicaProfiler):
         """Return one profiler for each server behind a router, sorted by URL. Blocks.
 
         Args:
-            profile_dir: One folder, if all servers write there or to folders in it (`replica0`, `replica1`...
-                of `server_args`); this needs vLLM 0.32 or newer, whose file names a start can set. Or the
-                folder of each server: `{"http://host:port": "/a/folder"}`.
-            parallel: `tensor_parallel_size` and the like, of each of them.
+            profile_dir: One folder, if all servers write to it or to folders in it (`replica0`, `replica1`...
+                of `server_args`). This needs vLLM 0.32 or newer, in which a start can set the file names. Or
+                the folder of each server: `{"http://host:port": "/a/folder"}`.
+            parallel: `tensor_parallel_size` and the other sizes, which are the same for all servers.
 
         Raises:
-            EngineError: the router does not name its servers, or `profile_dir` lacks one of them.
+            EngineError: the router does not name its servers, or `profile_dir` lacks a server.
         """
         servers = []
         for url in workers_of(router, headers=headers):
@@ -307,10 +308,12 @@ class VllmServer(ReplicaProfiler):
     def _unnamed(self) -> str:
         return f"vLLM {self._version} does not name its files as it is told (0.32.0 does)"
 
-    # Questions to the server. These block.
+    # The methods below ask the server, and block.
 
     def _refuse_a_router(self) -> None:
-        """Raise EngineError for a router, because it passes each request to another of its servers."""
+        """Raise EngineError if the URL is a router's, because a router may pass the stop to another server
+        than the start.
+        """
         if self._direct:
             return
         try:
@@ -340,7 +343,7 @@ class VllmServer(ReplicaProfiler):
         return str(version)
 
     def _ask_dialect(self) -> Dialect:
-        """Return the dialect from the routes that the server documents, else from its version."""
+        """Return the dialect, from the routes that the server documents, else from the server's version."""
         answer = self._ask("/openapi.json")
         document = as_object(answer)
         if answer.status != 200 or "paths" not in document:

@@ -1,7 +1,7 @@
-"""Dialects of vLLM. The only module that compares versions and reads signatures.
+"""Dialects of vLLM. This is the only module that compares versions and reads signatures.
 
-The abilities of a build are read from the signatures of its engine, because the versions of nightlies and
-forks do not tell them. The table in this package's README has the releases in which each way appeared.
+The signatures of an engine show what it can do; the version of a nightly or a fork does not. The table in
+this package's README lists the releases in which each dialect appeared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADDED = {
     "delay_iterations": "0.32.0",
     "profiler_kwargs": "0.33.0",
 }
-"""{option of a profiler or of a start: the first release that has it}."""
+"""{option of `ProfilerConfig` or of `start_profile`: the first release that has the option}."""
 
 KNOWN = frozenset(ADDED) - {"cuda"} | {
     "torch_profiler_with_flops",
@@ -45,14 +45,14 @@ KNOWN = frozenset(ADDED) - {"cuda"} | {
     "torch_profiler_dump_cuda_time_total",
     "ignore_frontend",
 }
-"""Options of any vLLM, used for servers that do not show their own."""
+"""Options of all releases together, used for servers, whose own options are unknown."""
 
 
 class Dialect(NamedTuple):
-    """The arguments that the calls of one vLLM accept."""
+    """The way in which one build of vLLM starts its profiler."""
 
     prefix: Literal["no", "first start", "every start"]
-    """Starts whose `profile_prefix` sets the names of the files."""
+    """The starts whose `profile_prefix` names the files."""
     bounds: bool
     """True if a start accepts `delay_iterations` and `max_iterations`."""
     guarded: bool
@@ -89,7 +89,8 @@ def dialect_of_version(release: str) -> Dialect:
 
 
 def expect_supported(release: str) -> None:
-    """Warn of a vLLM that is newer than all tested ones: its signatures decide.
+    """Warn if `release` is newer than the supported range. The engine's signatures then decide what it can
+    do.
 
     Raises:
         EngineError: `release` is older than all supported releases.
@@ -106,12 +107,12 @@ def untried(release: str) -> str | None:
 
 
 def names_iterations(release: str) -> bool:
-    """Return whether traces of workers name each iteration (`execute_...`)."""
+    """Return whether the traces of workers contain an event `execute_...` for each iteration."""
     return numbers(release) >= (0, 12)
 
 
 def leaves_sends_open(release: str) -> bool:
-    """Return whether the stages of a pipeline go on while gloo still sends (`_engine_side.plugin`)."""
+    """Return whether a pipeline stage goes on before gloo has completed its send (`_engine_side.plugin`)."""
     return numbers(release) >= (0, 29)
 
 
@@ -148,7 +149,7 @@ def installed() -> str:
 
 
 def has(release: str, option: str) -> bool:
-    """Return whether a release has an option of `ADDED`. True for a release without numbers."""
+    """Return whether a release has an option of `ADDED`. True if the release has no number."""
     own = numbers(release)
     return not own or own >= numbers(ADDED[option])
 

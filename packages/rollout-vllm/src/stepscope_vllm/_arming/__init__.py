@@ -1,1 +1,1 @@
-"""Preparation of engines for captures, while they are built."""
+"""Preparation of engines for captures while the engines are built."""

@@ -1,4 +1,4 @@
-"""Environment variables to build an engine with, so that its profiler can be started later."""
+"""Arguments and environment variables that enable the profiler of an engine that is about to be built."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stepscope_vllm._driving.discovery import owned
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
 HIDDEN = ".vllm"
-"""Folder in the run's folder to which engines write traces. Captures move their traces out of it.
+"""Name of the folder, in the run's folder, to which engines write traces. Captures move their traces away.
 
-A trace stays there if it belongs to no capture, or was written too late for its capture.
+A trace stays in this folder if it belongs to no capture, or was written too late for its capture.
 """
 Value = str | int | float | bool | None
 _STACKS = (
@@ -36,7 +36,7 @@ _STACKS = (
 def engine_args(
     config: ProfileConfig, replica: int = 0, *, extension: bool = True, installed: str | None = None
 ) -> dict[str, Any]:
-    """Return keyword arguments for `AsyncEngineArgs`, `EngineArgs` or `LLM`, beside your own.
+    """Return keyword arguments to add to your own for `AsyncEngineArgs`, `EngineArgs` or `LLM`.
 
     Args:
         config: Configuration of the run. `torch` and `roles.rollout.engine` say what is recorded. Keys of
@@ -44,12 +44,13 @@ def engine_args(
             profiler ranges.
         replica: Number of the replica. Each replica has a folder of its own.
         extension: True to name `stepscope_vllm.WorkerExtension` as `worker_extension_cls`, so that every
-            capture has its own folder and options, and a stop is short. Pass False if you need that argument
-            for your own class, and let that class inherit from `WorkerExtension`.
-        installed: vLLM's version; None for the one that is installed here.
+            capture has its own folder and options, and a stop is short. If you need a worker extension of
+            your own, let its class inherit from `WorkerExtension`, and pass False.
+        installed: vLLM's version; None for the installed version.
 
     Returns:
-        Empty for vLLM 0.12 and older, which read `engine_env` instead, and with STEPSCOPE_DISABLE=1.
+        The arguments. With STEPSCOPE_DISABLE=1 they are empty. For vLLM 0.12 and older, which read
+        `engine_env` instead, they name the extension alone.
 
     Raises:
         ConfigError: `engine.extra` has a key that is no field of this vLLM's `ProfilerConfig`.
@@ -57,7 +58,7 @@ def engine_args(
     if switch.DISABLED:
         return {}
     release = installed or _versions.installed()
-    extension = extension and config.tool != "nsys"  # there are no files to point anywhere
+    extension = extension and config.tool != "nsys"  # nsys writes the files, not the workers
     if _versions.reads_environment(release):
         return {"worker_extension_cls": EXTENSION} if extension else {}
     arguments: dict[str, Any] = {"profiler_config": _profiler_config(config, replica, release, extension)}
@@ -67,9 +68,10 @@ def engine_args(
 
 
 def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> list[str]:
-    """Return arguments for `vllm serve`, beside your own.
+    """Return arguments to add to your own for `vllm serve`.
 
-    The result is that of `engine_args` without the extension, which no route of a production server reaches.
+    These are the arguments of `engine_args` without the extension, because no route of a production server
+    calls the extension.
 
     Raises:
         ConfigError: As for `engine_args`; also if `tool` is nsys, which was never tried with a server.
@@ -86,7 +88,7 @@ def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | Non
 
 
 def folder_of(config: ProfileConfig, replica: int) -> str:
-    """Return the folder for traces of one replica."""
+    """Return the folder to which one replica writes its traces."""
     return os.path.join(os.path.abspath(config.save_path), HIDDEN, f"replica{replica}")
 
 
@@ -112,7 +114,7 @@ def _profiler_config(
         }
     )
     if not extension and not _versions.has(release, "delay_iterations") and (window.start or window.count):
-        # No start of this vLLM takes them, so they hold for every capture.
+        # A start of this vLLM takes no range of iterations, so the engine's setting holds for all captures.
         settings.update(delay_iterations=window.start, max_iterations=window.count or 0)
     settings.update(_extra(role.engine.extra, release))
     return settings
@@ -149,7 +151,7 @@ def _fields() -> frozenset[str] | None:
 def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> dict[str, str]:
     """Return environment variables for the process that builds the engine.
 
-    They are empty from vLLM 0.13 on, except with vllm-ascend 0.13, which still reads them.
+    Empty from vLLM 0.13 on, except with vllm-ascend 0.13, which still reads the variables.
 
     Raises:
         ConfigError: `tool` is nsys, and this vLLM opens no CUDA profiler ranges.
@@ -178,9 +180,9 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
 
 @contextmanager
 def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None]:
-    """Set `engine_env` while an engine is built, and restore the environment, also if building fails.
+    """Set the variables of `engine_env` while an engine is built. Then restore the environment.
 
-    The settings are remembered for each engine built inside the block, because its captures need them.
+    The settings are remembered for each engine that is built in the block, because captures need them later.
     """
     wanted = engine_env(config, replica)
     before = {name: os.environ.get(name) for name in wanted}

@@ -1,8 +1,7 @@
-"""Worker extensions of other packages, each joined with stepscope's in one class, because vLLM takes one
-name.
+"""Classes that join a worker extension of another package with stepscope's, because vLLM accepts one class.
 
-`stepscope_vllm._arming.joined_extension.their:module:Class` is the class of both. It is made when a worker
-asks this module for it.
+`stepscope_vllm._arming.joined_extension.their:module:Class` inherits from both extensions. The class is made
+when a worker imports the name from this module.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from stepscope_vllm._engine_side.extension import WorkerExtension
 
 
 def name_of(extension: str) -> str:
-    """Return the `worker_extension_cls` that joins the extension `their.module.Class` with stepscope's."""
+    """Return the name of the class that joins the extension `their.module.Class` with stepscope's."""
     if extension.startswith("stepscope_vllm."):
         return extension
     return f"{__name__}.{extension.replace('.', ':')}"
@@ -26,5 +25,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     theirs = getattr(import_module(module.replace(":", ".")), kind)
     both = theirs if issubclass(theirs, WorkerExtension) else type(kind, (WorkerExtension, theirs), {})
-    globals()[name] = both  # vLLM must get the same class when it asks again
+    globals()[name] = both  # vLLM must get the same class the next time
     return both

@@ -1,4 +1,4 @@
-"""Preparation for captures of the engines that an unedited program builds."""
+"""Preparation of engines for captures in a program without stepscope's code (`stepscope run`)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from stepscope import ProfileConfig
 from stepscope_vllm._arming import environment, joined_extension
 
 BUILDER = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
-"""Function that builds the configuration of an LLM, an AsyncLLM or a server, before any of its processes
+"""Function that builds the configuration of an LLM, an AsyncLLM or a server, before any process of the engine
 starts."""
 
 
 def folder_of(config: ProfileConfig) -> str:
-    """Return the folder for traces of all engines that an unedited program builds."""
+    """Return the folder to which all engines of the program write their traces."""
     return os.path.join(os.path.abspath(config.save_path), environment.HIDDEN, "unedited")
 
 
 def arm(config: ProfileConfig, settings: Any) -> None:
-    """Add the values of `engine_args` to `settings` (an `EngineArgs`). A profiler that the user has set is
-    kept.
+    """Add the values of `engine_args` to `settings` (an `EngineArgs`), unless the user has set a profiler.
 
-    vLLM 0.12 and older are left alone, because they read the environment (`engine_environment`).
+    Nothing is changed for vLLM 0.12 and older, which read environment variables (`engine_environment`).
     """
     profiler: Any = getattr(settings, "profiler_config", None)
     if not hasattr(profiler, "profiler") or _is_chosen(profiler, config):
-        return  # this vLLM has none, or somebody has written a mapping
+        return  # this vLLM has no ProfilerConfig, or the user has set one or a mapping
     ours = environment.engine_args(config)
     wanted = ours["profiler_config"]
     if wanted["profiler"] == "torch":
-        # One folder for all: the replica is not known yet, and captures name folders of their own.
+        # All replicas share this folder, because the replica is not known yet. Captures use other folders.
         wanted["torch_profiler_dir"] = folder_of(config)
     checked = type(profiler)(**wanted)
-    for name in wanted:  # in place: a server reads this object to decide about routes for its profiler
+    for name in wanted:  # changed in place, because a server adds its profiler's routes by this object
         setattr(profiler, name, getattr(checked, name))
     extension = ours.get("worker_extension_cls")
     if extension is not None:
@@ -42,5 +41,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
 
 
 def _is_chosen(profiler: Any, config: ProfileConfig) -> bool:
-    """Return whether other code has set a profiler. Several engines of a process may share the object."""
+    """Return whether the user has set a profiler. Several engines of a process may share `profiler`, so
+    stepscope may have set it for an earlier engine.
+    """
     return profiler.profiler is not None and profiler.torch_profiler_dir != folder_of(config)

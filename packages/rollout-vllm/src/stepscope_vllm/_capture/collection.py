@@ -1,4 +1,4 @@
-"""Collection of a recording's files: identified, complete, moved, and published with ranks and sidecars."""
+"""Collection of a recording's files: find them, move them, and publish them with ranks and sidecars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SCHEDULES = ("wait_iterations", "warmup_iterations")
 
 
 class Ending(NamedTuple):
-    """The end of one trace."""
+    """Cause of one trace's end, in the terms of `Artifact`."""
 
     ended: Ended | None
     truncated: str | None
@@ -45,12 +45,12 @@ def ending_of(
     """Return the cause of a trace's end.
 
     Args:
-        recorded: Engine iterations in it, or None if it does not name them.
+        recorded: Number of engine iterations in the trace, or None if the trace does not name iterations.
         asked: Number of iterations to record, or None for all until the end of the capture.
-        early: True if the trace ended before stepscope stopped the engine.
-        ran: Engine iterations in the capture, by the engine's own counter, or None if nothing counts them.
-        expired: Reason why stepscope stopped the engine before the end of the capture, or None if it did not.
-        certain: True if only a stop, or `asked`, can end this engine's recordings.
+        early: True if the trace ended before stepscope stopped the profiler.
+        ran: Number of engine iterations during the capture by the engine's own counter, or None if unknown.
+        expired: Reason why stepscope stopped the profiler before the end of the capture, or None.
+        certain: True if a recording of this engine ends only by a stop or after `asked` iterations.
     """
     if not early:
         note = None
@@ -72,16 +72,14 @@ def ending_of(
 
 
 def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the workers counted no iteration; a recording that waits for an iteration then has no
-    file.
-    """
+    """Return whether the workers ran no iteration, so that a recording may have no file."""
     counts = [worker.get("ran") for worker in reports]
     return bool(counts) and all(count == 0 for count in counts)
 
 
 def iterations(recording: Recording, trace: Trace) -> int | None:
     """Return the number of engine iterations with a request in a trace, or None if the trace does not name
-    them.
+    iterations.
     """
     passes = _passes(recording, trace)
     return None if passes is None else passes - trace.empty
@@ -137,15 +135,15 @@ def _is_certain(recording: Recording) -> bool:
 
 
 def _ran(recording: Recording, trace: Trace) -> int | None:
-    """Return the iterations during the capture, as counted by the worker, else by the server's metrics; None
-    if unknown.
+    """Return the number of iterations during the capture by the worker's count, else by the server's metrics;
+    None if unknown.
     """
     start = recording.capture.iterations.start
     for worker in recording.target.reports:
         if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):
             return max(ran - start, 0)
     if "url" not in recording.facts_at_stop:
-        return None  # of engines in this process there may be several, whose numbers are one
+        return None  # the metrics of this process may be the sum of several engines
     before, after = recording.facts_at_start.get("iterations"), recording.facts_at_stop.get("iterations")
     if not isinstance(before, (int, float)) or not isinstance(after, (int, float)):
         return None
@@ -159,29 +157,29 @@ class Recording:
     target: Target
     capture: EngineCapture
     ignored: dict[str, str]
-    """{option or part that is absent: reason}"""
+    """{option without effect, or missing part: reason}"""
     started: Started | None = None
     """Facts about the start, or None before the recording has begun."""
     files_before: set[str] = field(default_factory=set)
-    """Names in the engine's folder before the start."""
+    """Names of the files in the engine's folder before the start."""
     files_at_start: set[str] = field(default_factory=set)
-    """Names in the engine's folder after the start."""
+    """Names of the files in the engine's folder after the start."""
     opened: ClockAnchor | None = None
     closed: ClockAnchor | None = None
     facts_at_start: Mapping[str, Option] = field(default_factory=dict)
     facts_at_stop: Mapping[str, Option] = field(default_factory=dict)
     expired: str | None = None
-    """Reason why stepscope stopped the engine before the end of the capture, or None."""
+    """Reason why stepscope stopped the profiler before the end of the capture, or None."""
     stop_ns: int | None = None
-    """Time at which stepscope stopped the engine, in unix ns, or None."""
+    """Time at which stepscope stopped the profiler, in unix ns, or None."""
     is_early: bool = False
-    """True if a trace existed before stepscope stopped the engine."""
+    """True if a trace existed before stepscope stopped the profiler."""
     changed_ns: Mapping[str, int] = field(default_factory=dict)
-    """Times at which its files were complete in the engine's folder (`engine_folder.changed_ns`)."""
+    """Result of `engine_folder.changed_ns`: the times at which the files were complete."""
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of the names of its files."""
+        """Return the prefix of the file names of this recording."""
         return engine_folder.prefix_of(self.capture.name)
 
     @property
@@ -191,7 +189,7 @@ class Recording:
 
     @property
     def iterations_asked(self) -> int | None:
-        """Return the number of engine iterations to record, or None for all until the end of the capture."""
+        """Return the number of iterations to record, or None for all until the end of the capture."""
         return None if "iterations" in self.ignored else self.capture.iterations.count
 
     def is_named(self, name: str) -> bool:
@@ -199,8 +197,8 @@ class Recording:
         return name.startswith(f"{self.prefix}_")
 
     def workers_expected(self, layout: Layout) -> int:
-        """Return the number of workers that write files. With stepscope's extension, workers of unwanted
-        ranks do not.
+        """Return the number of workers that should write a file. With stepscope's extension, workers of
+        unwanted ranks write none.
         """
         local = self.local_ranks
         if self.started is None or not self.started.aimed or local is None:
@@ -212,7 +210,8 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     """Publish the files of a recording that has ended.
 
     Args:
-        late: The previous recording, if it got no files. Files that were written since then belong to it.
+        late: The previous recording if it got no files, else None. Files that were written between the two
+            recordings belong to `late`.
 
     Raises:
         EngineError: the recording did not begin, or its traces are missing or incomplete.
@@ -237,7 +236,7 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
         return []
     files = recording.target.take_passes()
     if not files and not recording.capture.profiler:
-        remove(recording)  # the empty traces of a server without our plugin
+        remove(recording)  # a server without stepscope's plugin has written empty traces
         raise EngineError(f"the engine noted no passes. {PASSES_NEEDED}")
     if not files:
         recording.ignored.setdefault("passes", f"the engine noted no passes. {PASSES_NEEDED}")
@@ -248,7 +247,7 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
 
 
 def files_of(recording: Recording, started: Started, late: Recording | None) -> set[str]:
-    """Return the names of a recording's files in the engine's folder, and publish files that belong to
+    """Return the names of a recording's files in the engine's folder. Publish the files that belong to
     `late`.
     """
     present = engine_folder.listed(started.folder)
@@ -257,8 +256,7 @@ def files_of(recording: Recording, started: Started, late: Recording | None) -> 
         return named
     if started.named and not any(map(engine_folder.is_recording, present)):
         return named
-    # A worker does one thing after another. So files that came during the start belong to the recording
-    # before, if it has none. Otherwise they are ours.
+    # A worker works in order. So files that appeared during the start belong to `late`, if there is one.
     between = recording.files_at_start - recording.files_before if late is not None else set()
     if late is not None and between:
         adopt(late, between, started.folder)
@@ -266,16 +264,16 @@ def files_of(recording: Recording, started: Started, late: Recording | None) -> 
 
 
 def has_ended(recording: Recording) -> bool:
-    """Return whether the engine has written a trace of this recording before it was stopped."""
+    """Return whether the engine has already written a trace of this recording."""
     started = recording.started
     if started is None or not (started.aimed or started.named):
-        return False  # nothing tells its files from those that are late
+        return False  # nothing distinguishes this recording's files from late files of another
     new = engine_folder.listed(started.folder) - recording.files_before
     return any(engine_folder.is_trace(name) and recording.is_named(name) for name in new)
 
 
 def remove(recording: Recording) -> None:
-    """Remove the files of a recording that was given up."""
+    """Remove the files of a recording whose caller has given up."""
     if recording.started is not None:
         for name in files_of(recording, recording.started, None):
             engine_folder.remove(recording.started.folder / name)
@@ -296,7 +294,7 @@ def _expect_complete(folder: Path, files: set[str]) -> None:
 
 
 def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequence[Path]:
-    """Move the files to the capture's folder unless they are there already. Return the paths of the
+    """Move the files to the capture's folder unless the workers wrote them there. Return the paths of the
     traces.
     """
     home, folder = Path(recording.capture.out_dir), recording.target.folder
@@ -304,7 +302,7 @@ def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequenc
         moved = engine_folder.move(files, started.folder, home, recording.prefix)
         return [path for path in moved if engine_folder.is_trace(path.name)]
     paths = [started.folder / name for name in files if engine_folder.is_trace(name)]
-    if folder is not None:  # that of the AsyncLLM itself, whose profiler cannot be aimed
+    if folder is not None:  # the AsyncLLM's own profiler always writes to the engine's folder
         own = engine_folder.of_frontends(folder) - recording.files_before
         traces.wait_until_complete(folder / name for name in own)
         paths += engine_folder.move(own, folder, home, recording.prefix)
@@ -317,7 +315,7 @@ def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact
     written = [traces.read(path) for path in paths]
     _note_contradictions(recording, written)
     placed = [(trace, traces.global_rank(trace, layout, capture.replica)) for trace in written]
-    wanted = None if capture.ranks is None else {None, *capture.ranks}  # what names no rank is kept
+    wanted = None if capture.ranks is None else {None, *capture.ranks}  # keep traces of unknown rank
     unwanted = [pair for pair in placed if wanted is not None and pair[1] not in wanted]
     for trace, _ in unwanted:
         engine_folder.remove(trace.path)
@@ -331,9 +329,9 @@ def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact
 
 
 def adopt(recording: Recording, files: set[str], folder: Path) -> None:
-    """Publish files that were written after their capture ended without them.
+    """Publish files that were written after their capture had ended.
 
-    The clock and the facts recorded at that end are not used for them.
+    Their sidecars do not have the clock and the facts from the end of the capture, which is older.
     """
     moved = engine_folder.move(files, folder, Path(recording.capture.out_dir), recording.prefix)
     late = replace(recording, closed=None, facts_at_stop={})
@@ -368,7 +366,7 @@ def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict
 
 def _kind(trace: Trace) -> str:
     if trace.is_recording:
-        return "npu_recording"  # as stepscope-npu names its own
+        return "npu_recording"  # the name in stepscope-npu
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 
 
@@ -389,9 +387,9 @@ def _note_absent_workers(recording: Recording, written: Sequence[Trace]) -> None
 
 
 def _ascend_options(recording: Recording, kept: Sequence[Trace]) -> dict[Path, dict[str, Option]]:
-    """Read the options of recordings of vllm-ascend, and add the ones without effect to `ignored`.
+    """Return {path: options} for recordings of vllm-ascend. Add the options without effect to `ignored`.
 
-    For a server, only these recordings show that it runs vllm-ascend.
+    If the engine is a server, only such a recording shows that the server runs vllm-ascend.
     """
     options: dict[Path, dict[str, Option]] = {}
     for trace in kept:
@@ -413,7 +411,9 @@ def _options(recording: Recording, removed: set[int]) -> dict[str, Option]:
 
 
 def _left_aside(recording: Recording, removed: set[int], layout: Layout | None) -> list[int]:
-    """Return the unwanted global ranks of this engine, including ranks that wrote no file."""
+    """Return the global ranks of this engine that the capture does not want, including ranks that wrote no
+    file.
+    """
     wanted = recording.capture.ranks
     if wanted is None or layout is None or layout.external:
         return sorted(removed)

@@ -1,4 +1,4 @@
-"""Options of a capture, compared with those that the engine was built with: applied, reported, or refused."""
+"""Comparison of a capture's options with the options that the engine was built with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TORCH = {
     "record_shapes": "torch_profiler_record_shapes",
     "profile_memory": "torch_profiler_with_memory",
 }
-"""{option of a capture: option of vLLM that is fixed when the engine is built}."""
+"""{option of a capture: the option of vLLM, which is fixed when the engine is built}."""
 _NEVER = {
     "by_stage": "vLLM records prefill and decode in one trace; its annotations tell them apart",
     "merge": "vLLM joins no traces; `stepscope merge` does",
@@ -31,12 +31,12 @@ OTHER_THREAD = (
 )
 _BY_NSYS = "nsys records what it was started with"
 _NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
-"""Variables that nsys sets for the processes that it records."""
+"""Variable that nsys sets for the processes that it records."""
 FIX = "Fix: build it with **stepscope_vllm.engine_args(config, replica)"
 
 
 def refuse_disabled(settings: Mapping[str, object]) -> None:
-    """Raise EngineError, with the argument to add, if the engine was built without a profiler."""
+    """Raise EngineError, with the fix, if the engine was built without a profiler that stepscope can use."""
     if settings.get("profiler") is None:
         raise EngineError(
             "this engine was built without its profiler, and it cannot be added later. Fix: "
@@ -78,13 +78,13 @@ def unable(
     """Return {option: reason} for the options of a capture that have no effect.
 
     Args:
-        settings: Settings that the engine was built with; empty if unknown (a server).
-        aimed: True if the workers accept each capture's options (with stepscope's extension, or in this
+        settings: Settings that the engine was built with; empty for a server, whose settings are unknown.
+        aimed: True if each capture can set the workers' options (with stepscope's extension, or in this
             process).
         ascend: The engine's profiler if it is vllm-ascend's, else None.
 
     Raises:
-        EngineError: `extra` has an option that no vLLM has.
+        EngineError: `extra` has an option that this vLLM lacks.
     """
     if settings.get("profiler") == "cuda":
         return {option: _BY_NSYS for option in (*_TORCH, *_NEVER, "ranks") if getattr(capture, option)} | {

@@ -1,8 +1,8 @@
-"""The captures of one engine: one at a time, each from its start to its files.
+"""The captures of one engine, one at a time.
 
-Life of a session: begun -> ending -> ended, or given up, which means ended without files. Everything runs on
-the work loop and so does not depend on the caller: if the caller gives up, its recording is stopped. Files of
-a stop that took too long still reach their folder, with their sidecars.
+The states of a session are begun, ending and ended. A session that is given up ends without files. All work
+runs on the work loop, so it is completed even if the caller gives up: the recording is stopped, and the files
+of a slow stop are still moved to the capture's folder, with their sidecars.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _lock = threading.Lock()
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin `work` on the loop. Work of one caller begins in the order in which it was given."""
+    """Start `work` on the work loop. The work of one caller starts in the order of the calls."""
     future = asyncio.run_coroutine_threadsafe(work, _running())
     future.add_done_callback(_seen)
     return future
@@ -57,7 +57,7 @@ def _running() -> asyncio.AbstractEventLoop:
 
 def _seen(future: Future[Any]) -> None:
     if not future.cancelled():
-        future.exception()  # callers that wait raise it; asyncio need not log it as well
+        future.exception()  # a waiting caller raises the exception, so asyncio need not log it
 
 
 def _after_fork() -> None:
@@ -69,25 +69,26 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Desk:
-    """The captures of one engine. Outlives the profilers, of which each capture makes a new one."""
+    """The captures of one engine. A desk outlives profilers, because each capture makes a new profiler."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.turn = asyncio.Lock()
-        """Lock that is held on the work loop during calls to the engine."""
+        """Lock that the work loop holds while it calls the engine."""
         self.current: Session | None = None
         """The running capture, or None. Callers on any thread change it, under `lock`."""
         self.owed: Recording | None = None
-        """The latest recording that got no files, or None. Files that are written late belong to it."""
+        """The latest recording that got no files, or None. Files that are written late belong to this
+        recording."""
 
     def take(self, session: Session) -> None:
-        """Reserve the engine for a session. Raises EngineError while another one has it."""
+        """Reserve the engine for a session. Raises EngineError while another session has the engine."""
         with self.lock:
             refuse_second_start(None if self.current is None else self.current.recording.capture)
             self.current = session
 
     def give_back(self) -> Session | None:
-        """Free the engine. Return its session, or None if it had none."""
+        """Free the engine. Return the session that had it, or None."""
         with self.lock:
             session, self.current = self.current, None
             return session
@@ -121,12 +122,12 @@ class Session:
                 self._timer = asyncio.get_running_loop().call_later(capture.seconds, self._expire)
 
     def give_up(self) -> None:
-        """Stop a recording that has begun and remove its files, because its caller has given up."""
+        """Stop the recording, if it has begun, and remove its files, because the caller has given up."""
         self._given_up = True
         submit(self._undo())
 
     def end(self) -> Future[list[Artifact]]:
-        """Return the session's artifacts once they are complete. Every caller gets the same artifacts."""
+        """Stop the recording, once. Return a future of its artifacts, which is the same for every caller."""
         with self._desk.lock:
             if self._ending is None:
                 self._ending = submit(self._end())
@@ -141,7 +142,7 @@ class Session:
         async with self._desk.turn:
             if self.recording.started is None:
                 return
-            with contextlib.suppress(EngineError):  # its caller is gone, and the next start says why it fails
+            with contextlib.suppress(EngineError):  # no caller waits; the next start would fail and say why
                 await self._stop_target()
             await asyncio.to_thread(collection.remove, self.recording)
 
@@ -165,28 +166,28 @@ class Session:
         failures = await self._target.stop()
         started, folder = self.recording.started, self._target.folder
         if started is not None and not started.aimed and folder is not None:
-            # Of several folders, only the files show which is the engine's.
+            # A server may share a parent folder; only after the stop do files show which folder is its own.
             self.recording.started = started._replace(folder=folder)
         return failures
 
     def _files_before(self) -> set[str]:
-        """Return the names of files from before the start, including those of this step's earlier
-        captures.
+        """Return the names of the files that exist before the start, in the engine's folder and in the
+        capture's folder.
         """
         folder = self._target.folder
         return engine_folder.listed(folder) | engine_folder.listed(Path(self.recording.capture.out_dir))
 
 
 class ReplicaProfiler(EngineProfilerBase):
-    """Base of VllmProfiler and VllmServer: the profiler of one replica, whose captures share one `Desk`."""
+    """Base class of VllmProfiler and VllmServer. All profilers of one engine share a `Desk`."""
 
     def __init__(self, replica: int | None, desk: Desk) -> None:
         super().__init__(replica)
         self._desk = desk
 
     async def stop(self) -> list[Artifact]:
-        """Return the artifacts of the running capture. If this is cancelled, the files are still published
-        later.
+        """Stop the running capture, and return its artifacts. If the caller is cancelled, the files are still
+        published.
         """
         session = self._desk.give_back()
         if session is None:
@@ -196,8 +197,8 @@ class ReplicaProfiler(EngineProfilerBase):
         return artifacts
 
     async def _begin(self, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
-        """Start a recording, and return when every worker has begun. If cancelled or failed, nothing is left
-        running.
+        """Start a recording, and return when every worker has begun. If the start fails or is cancelled, the
+        recording is stopped.
         """
         self._ignored = ignored
         session = Session(self._desk, target, capture, ignored)

@@ -1,7 +1,7 @@
 """Options of vllm-ascend's own profiler, which a capture cannot change.
 
-vllm-ascend makes torch_npu's profiler from constants in its code, which differ between releases. So these are
-read from the installed code before the run, and from each recording after it.
+vllm-ascend makes torch_npu's profiler from constants in its code, which differ between releases. So stepscope
+reads the constants from the installed code before the run, and from each recording after the run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from stepscope_vllm._driving.target import Fact
 
 log = logging.getLogger("stepscope")
 _told = False
-"""True once the fixed options were logged. One writer: `check`."""
+"""True if the fixed options have been logged. One writer: `check`."""
 PARTS = ("profiler/torch_npu_profiler.py", "worker/worker_v1.py", "worker/worker.py")
-"""Files that may make vllm-ascend's profiler; the first one that does counts (releases from 0.20 on, up to
-0.12, between)."""
+"""Files that may make vllm-ascend's profiler, in releases from 0.20 on, up to 0.12, and between. The first
+file that makes a profiler is used."""
 _DEFAULTS = {
     "record_shapes": "False",
     "with_stack": "False",
     "with_modules": "False",
     "profile_memory": "False",
 }
-"""torch_npu's own defaults, for arguments that are not given."""
+"""Defaults of torch_npu for arguments that vllm-ascend does not give."""
 _MARKERS = (
     "records without mstx (msprof_tx=False), so spans leave no markers in its workers' recordings: the "
     "timeline has them on the rows of whoever calls the engine. Fix: stepscope_vllm.record_request, for the "
@@ -50,8 +50,8 @@ class Ascend(NamedTuple):
 
     who: str
     arguments: Mapping[str, str]
-    """The arguments of torch_npu's profiler as text: the last name of a constant (`Level1`, `False`) or an
-    expression."""
+    """Arguments of torch_npu's profiler as text: a constant by its last name (`Level1`, `False`), or an
+    expression as in the code."""
     by_environment: bool = False
     """True if this version reads VLLM_TORCH_PROFILER_DIR and has no `ProfilerConfig`."""
 
@@ -88,15 +88,15 @@ class Ascend(NamedTuple):
 
 
 def is_here() -> bool:
-    """Return whether the engines of this environment are vllm-ascend's, which has its own profiler."""
+    """Return whether vllm-ascend is installed. Its engines have a profiler of their own."""
     return find_spec("vllm_ascend") is not None
 
 
 @cache
 def installed() -> Ascend | None:
-    """Return the profiler of this environment's vllm-ascend, or None if that is not installed.
+    """Return the profiler of the installed vllm-ascend, or None if vllm-ascend is not installed.
 
-    The code is read once in each process, and not imported.
+    Each process reads the code once, without importing it.
     """
     spec = find_spec("vllm_ascend")
     if spec is None or not spec.submodule_search_locations:
@@ -109,9 +109,9 @@ def installed() -> Ascend | None:
 
 
 def of_source(package: Path, who: str) -> Ascend:
-    """Read the options from the code in a folder `vllm_ascend`.
+    """Return the profiler's options from the code in a folder `vllm_ascend`.
 
-    There are no arguments if the code differs from that of all releases up to 0.30.
+    `arguments` is empty if the code is unlike the code of all releases up to 0.30.
     """
     for part in PARTS:
         try:
@@ -127,7 +127,7 @@ def of_source(package: Path, who: str) -> Ascend:
 
 
 def of_recording(folder: Path) -> Ascend | None:
-    """Return the options of one recording as torch_npu wrote them into it, or None if it has none."""
+    """Return the options that torch_npu wrote into one recording, or None if the recording has none."""
     for path in folder.glob("profiler_info*.json"):
         try:
             config = json.loads(path.read_bytes())["config"]
@@ -156,13 +156,13 @@ def options_of(recording: Ascend | None) -> dict[str, Fact]:
 
 
 def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> dict[str, str]:
-    """Return {option: reason} for options that have no effect in captures of this environment's engines.
+    """Return {option: reason} for options of captures that vllm-ascend ignores; empty without vllm-ascend.
 
-    They are logged once in each process. The result is empty without vllm-ascend.
+    The reasons are logged once in each process.
 
     Args:
         settings: Settings of the engine's profiler.
-        environment: Those of them that the environment stated when the engine was built.
+        environment: The settings that came from the environment when the engine was built.
 
     Raises:
         EngineError: this vllm-ascend does not read the settings that the engine was built with.
@@ -199,6 +199,6 @@ def _arguments(module: ast.Module) -> dict[str, str]:
 
 
 def _text(value: ast.expr) -> str:
-    """Return `Level1` for `torch_npu.profiler.ProfilerLevel.Level1`, and any other expression as text."""
+    """Return `Level1` for `torch_npu.profiler.ProfilerLevel.Level1`, and any other expression unchanged."""
     text = ast.unparse(value)
     return text.rpartition(".")[2] if text.startswith("torch_npu.profiler.") and "(" not in text else text

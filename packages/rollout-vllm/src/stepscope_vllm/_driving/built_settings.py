@@ -19,8 +19,8 @@ VARIABLES = {
     "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
     "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
 }
-"""Variables for settings in vLLM 0.12 and older, which has no `ProfilerConfig`; before 0.10.2 only the
-folder."""
+"""{field of `ProfilerConfig`: variable that sets it in vLLM 0.12 and older, which has no such class}. Before
+0.10.2 only `FOLDER_VARIABLE` existed."""
 
 
 _built_in: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
@@ -29,7 +29,7 @@ _built_in: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
 
 @contextmanager
 def building(owned: Callable[[], list[object]]) -> Iterator[None]:
-    """Remember the settings of the environment for the engines that are built inside.
+    """Remember the settings in the environment for each engine that is built in this block.
 
     Args:
         owned: Returns the engines that live in this process.
@@ -43,15 +43,15 @@ def building(owned: Callable[[], list[object]]) -> Iterator[None]:
 
 
 def settings_of(engine: object) -> Mapping[str, object]:
-    """Return the settings from the environment in which an engine was built; if unknown, from the present
-    environment.
+    """Return the settings that were in the environment when an engine was built; if unknown, the settings in
+    the current environment.
     """
     known = _built_in.get(engine)
     return settings_of_environment() if known is None else known
 
 
 def settings_of_environment() -> dict[str, object]:
-    """Return the settings in the present environment, under the names of `ProfilerConfig`."""
+    """Return the settings in the current environment, under the names of `ProfilerConfig`."""
     if os.environ.get(CUDA_VARIABLE) == "1":
         return {"profiler": "cuda"}
     folder = os.environ.get(FOLDER_VARIABLE)

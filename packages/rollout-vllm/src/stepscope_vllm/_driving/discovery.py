@@ -1,6 +1,6 @@
-"""Engines of this process: recognised by the names of their classes, and found in its memory.
+"""Engines of this process, recognised by the names of their classes and found in the process' memory.
 
-vLLM is never imported here. An engine can only exist where its user has imported vLLM.
+This module never imports vLLM: an engine exists only if the user's code has imported vLLM.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _KINDS = {"AsyncLLM", "LLM"}
 
 
 _numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-"""{engine: its constant position in the order of discovery}. One writer: `owned`."""
+"""{engine: its position in the order of discovery, which never changes}. One writer: `owned`."""
 
 
 def is_engine(value: object) -> bool:
-    """Return whether `value` is an `AsyncLLM` or an `LLM`, or of a class derived from one."""
+    """Return whether `value` is an instance of `AsyncLLM`, of `LLM`, or of a subclass."""
     return any(
         kind.__name__ in _KINDS and kind.__module__.partition(".")[0] == "vllm"
         for kind in type(value).__mro__
@@ -35,7 +35,7 @@ def owned() -> list[object]:
 
 
 def _kinds() -> set[type]:
-    """Return the imported engine classes, with the classes derived from these."""
+    """Return the imported engine classes and their subclasses."""
     homes = (("vllm.v1.engine.async_llm", "AsyncLLM"), ("vllm.entrypoints.llm", "LLM"))
     loaded = [getattr(sys.modules.get(module), name, None) for module, name in homes]
     kinds = [kind for kind in loaded if isinstance(kind, type)]
@@ -47,15 +47,15 @@ def _kinds() -> set[type]:
 def _instances(kinds: set[type]) -> list[object]:
     engines = [value for value in gc.get_objects() if type(value) in kinds]
     if not engines and gc.get_freeze_count():
-        # An LLM whose core is in this process freezes the heap (`gc.freeze`) while it is built, and no list
-        # has frozen objects. Thawing them would change which of the user's objects are frozen.
+        # An LLM whose core is in this process calls `gc.freeze` while it is built, and `gc.get_objects` omits
+        # frozen objects. `gc.unfreeze` would also unfreeze the user's objects.
         engines = [value for value in _reachable() if type(value) in kinds]
     return engines
 
 
 def _reachable() -> list[object]:
-    """Return the objects that running code can name: variables of all frames and of the main script, and
-    their attributes.
+    """Return the variables of all frames and of the main script, their attributes, and the attributes of
+    these.
     """
     frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]
     names = [frame.f_locals for frame in frames] + [vars(sys.modules["__main__"])]

@@ -1,4 +1,4 @@
-"""Calls to one engine of this process, on the event loop or the thread to which it belongs."""
+"""Calls to one engine of this process, on the engine's own event loop or thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
 
 _LIFE_S = 0.5
-"""Interval at which an engine that does not answer is checked for life."""
+"""Interval at which stepscope checks whether an engine that does not answer is still alive."""
 _NOW_S = 5.0
 """Longest wait for the answer of an engine that generates."""
 TAKEN = (
@@ -26,19 +26,19 @@ class EngineCalls:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.asynchronous = hasattr(engine, "output_handler")
-        # An LLM is always called on the same thread: where its worker lives in this process, a torch.profiler
-        # that is stopped on another thread than it was started on ends the process.
+        # An LLM is always called on the same thread. If its worker lives in this process, stopping a
+        # torch.profiler on another thread than it was started on crashes the process.
         self._thread = WorkThread("stepscope-vllm-llm")
         self._home: asyncio.AbstractEventLoop | None = None
 
     def bind(self, caller: asyncio.AbstractEventLoop | None) -> None:
-        """Find the event loop of an AsyncLLM. An AsyncLLM without a loop gets the caller's.
+        """Find the event loop of an AsyncLLM. If the AsyncLLM has no loop yet, use the caller's loop.
 
         Args:
             caller: The event loop of the code that captures, or None for synchronous code.
 
         Raises:
-            EngineError: the loop has ended, or cannot be an engine's.
+            EngineError: the loop does not run, or there is no loop.
         """
         if not self.asynchronous:
             return
@@ -72,13 +72,13 @@ class EngineCalls:
         """Call a method of the engine.
 
         Raises:
-            EngineError: the engine is dead or dies during the call, or raised an error, which is given as
-                text.
+            EngineError: the engine is dead, dies during the call, or raised an error. The message has the
+                text of the error.
         """
         return await self._result(method, partial(getattr(self.engine, method), *args, **kwargs))
 
     async def ask_cores(self, method: str, *args: object) -> list[Any]:
-        """Call a method of the engine's core, or of each of its data-parallel cores.
+        """Call a method of the engine's core, or of each data-parallel core. Return the results.
 
         Raises:
             EngineError: as for `call`.
@@ -87,12 +87,12 @@ class EngineCalls:
         return list(await self._result(method, partial(_cores(core), method, *args)))
 
     def ask_cores_now(self, method: str, *args: object) -> list[Any] | None:
-        """Call a method of the engine's cores from another thread than the engine's, while it generates.
+        """Call a method of the engine's cores while the engine generates, from a thread that is not its own.
 
         Returns:
-            The answers; None if the engine cannot be called now: it has not begun, or its event loop does not
-            run. An LLM whose core is another process can never be called so: its sockets belong to the thread
-            that generates. See `pids_of_cores`.
+            The answers, or None if the engine cannot be called now because its event loop does not run.
+            Always None for an LLM whose core is another process, because the sockets to that process belong
+            to the thread that generates; see `pids_of_cores`.
 
         Raises:
             Exception: the call failed, or took longer than `_NOW_S`.
@@ -110,7 +110,7 @@ class EngineCalls:
             asked.cancel()
 
     def pids_of_cores(self) -> list[int]:
-        """Return the processes of an LLM's cores; empty if they are in this process, or actors of Ray."""
+        """Return the process ids of an LLM's cores; empty if the cores are in this process or Ray actors."""
         resources = getattr(getattr(self.engine.llm_engine, "engine_core", None), "resources", None)
         processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
         return [process.pid for process in processes if process.pid is not None]
@@ -133,7 +133,7 @@ class EngineCalls:
             raise EngineError(f"{method}: {why or described(error)}") from error
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the engine's loop or thread; for an AsyncLLM, await its result."""
+        """Call `function` on the engine's loop or thread. For an AsyncLLM, also await the result."""
         if not self.asynchronous:
             return await asyncio.wrap_future(self._thread.submit(function))
         if self._home is None:
@@ -146,8 +146,9 @@ class EngineCalls:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
 
     async def _death(self) -> str | None:
-        """Wait for a moment until the engine is known to be dead, because a call fails before that is
-        known.
+        """Wait up to 1 s for the engine to be marked as dead, because a call to a dead engine fails earlier.
+
+        Return the reason, or None if the engine lives.
         """
         for _ in range(10):
             why = self.dead()
@@ -173,8 +174,8 @@ def _cores(client: Any) -> Callable[..., Any]:
 
 
 def described(error: BaseException) -> str:
-    """Return one line about an engine's error. vLLM's own exception types may not exist in the reading
-    process.
+    """Return one line about an engine's error. Text is used because the process that reads it may not have
+    vLLM's exception types.
     """
     text = " ".join(str(error).split())
     hint = ""

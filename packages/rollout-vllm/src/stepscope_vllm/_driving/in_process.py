@@ -1,4 +1,4 @@
-"""The target of a capture that is an engine of this process."""
+"""The target of a capture if the engine is in this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Call = Callable[..., Awaitable[Any]]
 
 
 async def bring_home(call: Call, folder: Path, reports: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Copy the traces that workers of other hosts wrote to disks that this process does not see.
+    """Copy the traces that workers wrote to disks that this process does not see, on other hosts.
 
-    A worker with our extension returns the files of its last capture in pieces, through the engine's own
-    calls. It keeps its copies.
+    A worker with stepscope's extension returns the files of its last capture in pieces, through the engine's
+    own calls. The worker keeps its files.
 
     Args:
-        folder: The capture's folder; files of other folders are not copied.
+        folder: The capture's folder. Files in other folders are not copied.
         reports: The answers of the workers' `stepscope_release`.
 
     Returns:
@@ -66,7 +66,8 @@ async def _piece(call: Call, path: str, offset: int) -> bytes:
 _FRONTEND_STARTS_S = 0.5
 """Longest wait for the start of the AsyncLLM's own profiler, which runs on another thread."""
 _FRONTEND_S = 60.0
-"""Longest wait for that profiler's trace; if the event loop has ended, the trace is never written."""
+"""Longest wait for the trace of the AsyncLLM's own profiler. If the event loop has ended, vLLM never writes
+the trace."""
 
 
 class InProcessTarget:
@@ -80,14 +81,13 @@ class InProcessTarget:
         self.reports: Sequence[Mapping[str, Any]] = ()
         self._passes: Sequence[PassFile] = ()
         self._noting: str | bool = False
-        """True while passes are noted, False if they are not wanted, or the reason why they cannot be."""
+        """True while passes are noted, False if none are wanted, or the reason why passes cannot be noted."""
         self._profiles = True
-        """False while passes alone are noted."""
+        """False if the capture notes passes without running the profiler."""
         self._aimed: Path | None = None
-        """Folder of the capture that the workers' profilers are set to write to, or None after their
-        release."""
+        """Capture folder to which the workers' profilers write now, or None if they are not set to one."""
 
-    # Facts about it.
+    # Facts about the engine.
 
     @property
     def version(self) -> str:
@@ -99,8 +99,8 @@ class InProcessTarget:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Return the settings of the engine's `ProfilerConfig`; for vLLM 0.12 and older, those of the
-        environment.
+        """Return the settings of the engine's `ProfilerConfig`; for vLLM 0.12 and older, the settings from
+        the environment.
         """
         config = getattr(self.config, "profiler_config", None)
         return _versions.fields_of(config) if config is not None else self.environment
@@ -154,14 +154,14 @@ class InProcessTarget:
         if kind is None:
             try:
                 kind = getattr(__import__(module, fromlist=[attribute]), attribute, None)
-            except ImportError:  # it can be imported in the workers only, and nothing is known of it here
+            except ImportError:  # only the workers can import the class, so it is unknown here
                 return False
         return isinstance(kind, type) and issubclass(kind, extension.WorkerExtension)
 
     def facts(self) -> dict[str, Option]:
         return {**target.of_config(self.config, self.layout.size), **target.scheduler_here(self.engine)}
 
-    # Its profiler.
+    # The engine's profiler.
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         self._profiles = capture.profiler
@@ -197,8 +197,8 @@ class InProcessTarget:
         if not self._profiles:
             return failures
         if not self.dialect.guarded and frontend_records(self.calls) is not None:
-            # The steps of stop_profile, one after the other, and only for profilers that record: one stop too
-            # many, or two at once, end this very process.
+            # This does the steps of stop_profile one after the other, and only for profilers that record,
+            # because a stop too many, or two stops at once, would crash this process.
             trouble = await stop_frontend(self.calls)
             await self.calls.call("collective_rpc", "profile", args=(False,))
             if trouble is not None:
@@ -230,7 +230,7 @@ class InProcessTarget:
         return [passes.file_of(content) for content in contents or () if content is not None]
 
     def _ask_now(self, question: str, number: int) -> list[Any] | None:
-        """Return the answers of all cores; None if they cannot be asked now."""
+        """Return the answers of all cores; None if the cores cannot be asked now."""
         answers = self.calls.ask_cores_now(passes.ANSWERS[question], number)
         if answers is not None or self.calls.asynchronous:
             return answers
@@ -249,7 +249,7 @@ class InProcessTarget:
             self._noting = f"{error}. {PASSES_NEEDED}"
 
     async def _end_passes(self) -> dict[str, str]:
-        """Take the notes of the passes; return {part that failed: reason}."""
+        """End the notes of passes, and keep them for `take_passes`. Return {part that failed: reason}."""
         noting, self._noting = self._noting, False
         if noting is True:
             try:
@@ -260,8 +260,8 @@ class InProcessTarget:
         return {"passes": noting} if isinstance(noting, str) else {}
 
     async def _aim(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> bool:
-        """Set the workers' profilers to a capture's folder and options. Return False if that is not
-        possible.
+        """Set the capture's folder and options in the workers' profilers. Return False if the workers do not
+        support it.
         """
         if self.settings.get("profiler") != "torch" or not self.takes_aim():
             return False
@@ -283,7 +283,7 @@ class InProcessTarget:
         return True
 
     async def _release(self) -> dict[str, str]:
-        """Restore the workers' profilers, and copy files from disks that this process does not see.
+        """Restore the workers' profilers, and copy their files from disks that this process does not see.
 
         Returns:
             {part that failed: reason}
@@ -311,7 +311,7 @@ def _start_arguments(capture: EngineCapture, name: str, dialect: Dialect) -> dic
 def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, bool]:
     """Return the torch.profiler options of a capture, by torch's names.
 
-    Whether FLOPs are counted follows the engine's own setting, unless the capture sets it.
+    `with_flops` is the capture's `torch_profiler_with_flops` if it has one, else the engine's own setting.
     """
     flops = "torch_profiler_with_flops"
     return {
@@ -323,28 +323,29 @@ def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[s
 
 
 def frontend_records(calls: EngineCalls) -> bool | None:
-    """Return whether the AsyncLLM's own profiler records, or None if the engine has none, such as an LLM.
+    """Return whether the AsyncLLM's own profiler records, or None if the engine has no such profiler.
 
-    That profiler records the process in which the AsyncLLM lives.
+    This profiler records the process in which the AsyncLLM lives. An LLM never has one.
     """
     profiler = getattr(calls.engine, "profiler", None) if calls.asynchronous else None
     if profiler is None:
         return None
-    # A wrapper around a torch.profiler.profile around torch's own, or from the second on.
+    # vLLM's wrapper holds a torch.profiler.profile, which holds torch's inner profiler. Some releases omit
+    # the wrapper.
     while profiler is not None and not hasattr(profiler, "kineto_results"):
         profiler = getattr(profiler, "profiler", None)
     return profiler is not None and bool(profiler.entered) and profiler.kineto_results is None
 
 
 async def stop_frontend(calls: EngineCalls) -> str | None:
-    """Stop the AsyncLLM's own profiler if it records, also when the engine is dead.
+    """Stop the AsyncLLM's own profiler if it records, even if the engine is dead.
 
-    If it is left running, the process crashes with a segmentation fault at its exit. The same happens if a
-    torch.profiler is stopped on another thread than the one that started it; vLLM starts this one on a thread
-    of its event loop.
+    If the profiler is left running, the process crashes with a segmentation fault at its exit. The process
+    also crashes if a torch.profiler is stopped on another thread than it was started on, so the stop runs on
+    a thread of the AsyncLLM's event loop, where vLLM starts the profiler.
 
     Returns:
-        The reason if the stop failed, else None. The other traces of the capture are usable in any case.
+        The reason if the stop failed, else None. The other traces of the capture are usable in both cases.
     """
     if not frontend_records(calls):
         return None

@@ -51,11 +51,11 @@ SETTINGS: Mapping[Knob, tuple[str, str]] = {
     "prefix_caching": ("cache_config", "enable_prefix_caching"),
     "tensor_parallel": ("parallel_config", "tensor_parallel_size"),
 }
-"""{knob: (part of a `VllmConfig`, its field)}. The field is also the name of vLLM's argument."""
+"""{knob: (part of a `VllmConfig`, field of the part)}. vLLM's argument has the name of the field."""
 
 
 def of_config(config: Any, world_size: int) -> dict[str, Fact]:
-    """Read the model and the layout from a `VllmConfig`."""
+    """Return the model and the layout in a `VllmConfig`, for sidecars."""
     parallel, model = config.parallel_config, config.model_config
     return {
         "model": str(model.model),
@@ -69,8 +69,8 @@ def of_config(config: Any, world_size: int) -> dict[str, Fact]:
 
 
 def settings_of(config: Any) -> dict[Knob, Named]:
-    """Read the settings that advice may name from a `VllmConfig`. Settings that this version lacks are left
-    out.
+    """Return the settings in a `VllmConfig` that advice may suggest to change. Settings that this version
+    lacks are left out.
     """
     settings: dict[Knob, Named] = {}
     for knob, (part, field) in SETTINGS.items():
@@ -81,21 +81,23 @@ def settings_of(config: Any) -> dict[Knob, Named]:
 
 
 def scheduler_here(engine: object) -> dict[str, Fact]:
-    """Read the scheduler's metrics of an engine of this process; empty if it keeps no statistics."""
+    """Return the scheduler's metrics of an engine of this process; empty if the engine keeps no
+    statistics.
+    """
     return scheduler(_page_of(engine, _METRICS))
 
 
 def counters_here(engine: object) -> dict[str, float]:
-    """Read the counters of an engine of this process; empty if it keeps no statistics."""
+    """Return the counters of an engine of this process; empty if the engine keeps no statistics."""
     return counters(_page_of(engine, _COUNTERS))
 
 
 def _page_of(engine: object, names: Iterable[str]) -> str:
-    """Return a Prometheus page of an engine's metrics; empty if it keeps no statistics (`disable_log_stats`).
+    """Return a Prometheus page with the named metrics of an engine; empty with `disable_log_stats`.
 
-    vLLM registers the metrics of its newest engine alone. So they are collected from the engine's own logger;
-    from the registry only where a version has no such logger. All of them, with their histograms, would take
-    10 ms.
+    The Prometheus registry holds only the metrics of the newest engine. So the metrics are collected from the
+    engine's own logger, or from the registry if this version has no such logger. Only the named metrics are
+    collected, because collecting all takes 10 ms.
     """
     inner = getattr(engine, "llm_engine", engine)
     client = sys.modules.get("prometheus_client")
@@ -109,7 +111,9 @@ def _page_of(engine: object, names: Iterable[str]) -> str:
 
 
 def _metrics_in(held: object, names: Iterable[str]) -> Iterator[Any]:
-    """Yield the metrics in a logger's attributes, which are dictionaries by engine or by reason."""
+    """Yield the named metrics in an attribute of a logger, or in the dictionaries by engine or reason that it
+    holds.
+    """
     if isinstance(held, dict):
         for value in held.values():
             yield from _metrics_in(value, names)
@@ -128,8 +132,8 @@ class _Collected:
 
 
 def unfinished(engine: object) -> dict[str, float]:
-    """Return the number of requests that an engine's front end has not answered; empty if the engine does not
-    show it.
+    """Return the number of requests that an engine's front end has not answered; empty if the engine has no
+    such number.
     """
     processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
     count = getattr(processor, "get_num_unfinished_requests", None)
@@ -137,19 +141,19 @@ def unfinished(engine: object) -> dict[str, float]:
 
 
 def counters(page: str) -> dict[str, float]:
-    """Read the counters from a Prometheus page of vLLM."""
+    """Return the counters on a Prometheus page of vLLM."""
     return metrics.read_page(page, _COUNTERS)
 
 
 def scheduler(page: str) -> dict[str, Fact]:
-    """Read the scheduler's metrics from a Prometheus page of vLLM, summed over its data-parallel engines."""
+    """Return the scheduler's metrics on a Prometheus page of vLLM, summed over its data-parallel engines."""
     sums = metrics.read_page(page, _METRICS, percents=())
     return {name: round(value, 6) for name, value in sums.items()}
 
 
 def between(before: Mapping[str, Fact], after: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Join the readings at the start and at the stop for a sidecar: `requests_running_at_start`,
-    `requests_running_at_stop`...
+    """Return the metrics at the start and at the stop under the names in a sidecar, such as
+    `requests_running_at_start`.
     """
     readings = (("at_start", before), ("at_stop", after))
     return {
@@ -176,7 +180,7 @@ class Started(NamedTuple):
     """Facts about a recording that has begun."""
 
     folder: Path
-    """Folder in which its files appear."""
+    """Folder in which the recording's files appear."""
     named: bool
     """True if the names of the files begin with the capture's name."""
     aimed: bool

@@ -1,12 +1,12 @@
-"""Extension of vLLM's workers: aims the profiler at one capture's folder, name and options.
+"""Extension of vLLM's workers that sets the profiler to one capture's folder, name and options.
 
-`WorkerExtension` goes to the engine as `worker_extension_cls`, by name. An engine whose worker lives in this
-process needs no extension and gets `aim` itself. It changes these attributes of vLLM:
+`WorkerExtension` is named to the engine as `worker_extension_cls`. An engine whose worker lives in this
+process needs no extension, because stepscope calls `aim` itself. `aim` changes these attributes of vLLM:
 
->= 0.31   `TorchProfilerWrapper._profiler_kwargs`, of which every start makes a new torch.profiler.profile;
-          from 0.33 on also `_base_profiler_kwargs`, from which a start makes the former anew
+>= 0.31   `TorchProfilerWrapper._profiler_kwargs`, the arguments of the torch.profiler.profile that each start
+          makes; from 0.33 on also `_base_profiler_kwargs`, from which a start computes `_profiler_kwargs`
 >= 0.12   `TorchProfilerWrapper.profiler`, one torch.profiler.profile for the life of the process
-older     `Worker.profiler` is that torch.profiler.profile itself
+older     `Worker.profiler`, which is a torch.profiler.profile itself
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from stepscope_vllm._engine_side.trace_writer import drop, probe, writer
 
 Spec = dict[str, Any]
-"""Values that travel to a worker. They are plain, because vLLM packs them with msgpack.
+"""Values that are sent to a worker. They have built-in types, because vLLM packs them with msgpack.
 
-folder: str                where this capture's files go
-name: str                  what their names begin with
-ranks: list[int] | None    ranks of this engine to write; None for all
-options: dict[str, bool]   of torch.profiler: with_stack, record_shapes, profile_memory, with_flops
+folder: str                folder for the files of this capture
+name: str                  prefix of the file names
+ranks: list[int] | None    ranks of this engine that write a file; None for all
+options: dict[str, bool]   options of torch.profiler: with_stack, record_shapes, profile_memory, with_flops
 activities: list[str]      `cpu`, `cuda`
 gzip: bool
-delay, maximum: int        engine iterations, for versions whose start does not take them
-all_threads: bool          record the threads that did not start the profiler
+delay, maximum: int        range of engine iterations, for versions whose start does not take a range
+all_threads: bool          True to record also the threads that did not start the profiler
 """
 
 PIECE = 8 << 20
@@ -39,9 +39,9 @@ PIECE = 8 << 20
 
 
 class WorkerExtension:
-    """Worker extension to name to the engine: `worker_extension_cls="stepscope_vllm.WorkerExtension"`.
+    """Worker extension for the engine's argument `worker_extension_cls="stepscope_vllm.WorkerExtension"`.
 
-    If you have your own extension, make a class that inherits from both, and name that class.
+    If you have an extension of your own, name a class that inherits from both.
     """
 
     def stepscope_aim(self, spec: Spec) -> None:
@@ -49,19 +49,18 @@ class WorkerExtension:
         aim(self, spec)
 
     def stepscope_release(self) -> dict[str, Any]:
-        """Restore the profiler after a stop, for other code that starts it.
+        """Restore the profiler's own settings after a stop, because other code may start the profiler.
 
         Returns:
-            The worker's host and process, the files that it wrote, and the number of iterations that it ran
-            since `stepscope_aim`. Also the times in which its profiler started or wrote, so that it served
-            nothing.
+            The worker's host and process, the files that the worker wrote, its number of iterations since
+            `stepscope_aim`, and its stalls: the times in which the profiler started or wrote.
         """
         return release(self)
 
     def stepscope_read(self, path: str, offset: int) -> bytes | None:
-        """Return a piece of a file of its last capture, for an engine that does not see this worker's disk.
+        """Return a piece of a file of the last capture, for a process that does not see this worker's disk.
 
-        The piece is empty at the end of the file, and None if the file is not this worker's.
+        Return an empty piece at the end of the file, and None if another worker wrote the file.
         """
         worker: Any = self
         if path not in getattr(worker, "_stepscope_wrote", ()) or not os.path.exists(path):
@@ -72,7 +71,7 @@ class WorkerExtension:
 
 
 def aim(worker: Any, spec: Spec) -> None:
-    """Do the work of `WorkerExtension.stepscope_aim` for a worker of this process.
+    """Set the folder, the name and the options of a worker's next recording.
 
     Raises:
         RuntimeError: the worker is recording.
@@ -81,9 +80,9 @@ def aim(worker: Any, spec: Spec) -> None:
     from stepscope.backends.torch import record_function_scopes  # import time: for the first capture alone
     from stepscope_vllm._engine_side import plugin
 
-    worker = getattr(worker, "worker", worker)  # an executor in this process hands over its wrapper
+    worker = getattr(worker, "worker", worker)  # an executor in this process passes a wrapper of its worker
     record_function_scopes.watch()
-    plugin.load()  # vLLM may not have done it: VLLM_PLUGINS can leave it out
+    plugin.load()  # VLLM_PLUGINS may have kept vLLM from loading the plugin
     made = getattr(worker, "profiler", None) is None
     wrapper = _wrapper(worker, spec)
     if getattr(wrapper, "_active", False):
@@ -95,7 +94,7 @@ def aim(worker: Any, spec: Spec) -> None:
     handler = writer(folder, stem, wrote, gzip=spec["gzip"]) if wanted else drop
     if wanted:
         probe(folder)
-    release(worker)  # in case the end of an earlier capture never came here
+    release(worker)  # an earlier capture may never have called `release`
     worker._stepscope_wrote = wrote
     undo = ExitStack()
     if made:
@@ -122,11 +121,11 @@ def _settings(spec: Spec, handler: Callable[[Any], None]) -> dict[str, Any]:
 
 def _set_options(undo: ExitStack, wrapper: Any, settings: dict[str, Any]) -> None:
     if hasattr(wrapper, "_profiler_kwargs"):
-        # From 0.33 on, a start builds the first anew from the second.
+        # From 0.33 on, a start computes the first attribute from the second.
         for kept in ("_profiler_kwargs", "_base_profiler_kwargs"):
             if hasattr(wrapper, kept):
                 _set(undo, wrapper, kept, {**getattr(wrapper, kept), **settings})
-        _set(undo, wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
+        _set(undo, wrapper, "_custom_trace_handler", True)  # else a start replaces the handler
         return
     inner = getattr(wrapper, "profiler", wrapper)
     for name, value in settings.items():
@@ -150,7 +149,7 @@ def _set_bounds(undo: ExitStack, wrapper: Any, spec: Spec) -> None:
 
 
 def release(worker: Any) -> dict[str, Any]:
-    """Undo the changes of `aim`. Return the report of `WorkerExtension.stepscope_release`."""
+    """Undo the changes of `aim`. Return the same report as `WorkerExtension.stepscope_release`."""
     worker = getattr(worker, "worker", worker)
     undo = getattr(worker, "_stepscope_undo", None)
     if undo is not None:
@@ -162,8 +161,7 @@ def release(worker: Any) -> dict[str, Any]:
 
 
 _DOING = {"_start": "starting", "_stop": "writing"}
-"""{method of a `WorkerProfiler` (0.12 and later) during which the worker serves nothing: its name in
-reports}."""
+"""{method of vLLM's `WorkerProfiler` (from 0.12 on) that holds up the worker: `Stall.doing`}."""
 
 
 def _watch(worker: Any, wrapper: Any, undo: ExitStack) -> None:
@@ -196,7 +194,7 @@ def _timed(method: Callable[[], Any], doing: str, stalls: list[tuple[str, int, i
 
 
 def _wrapper(worker: Any, spec: Spec) -> Any:
-    """Return the worker's profiler. Make it now if vLLM would make it only at the first start."""
+    """Return the worker's profiler. Make the profiler now if vLLM makes it only at the first start."""
     if getattr(worker, "profiler", None) is None:
         from vllm.profiler import wrapper
 
@@ -218,8 +216,8 @@ def _wrapper(worker: Any, spec: Spec) -> Any:
 def dp_of(vllm_config: Any) -> int:
     """Return the number of this process' data-parallel engine.
 
-    For dense models vLLM makes engines that do not know of each other: `data_parallel_rank` is 0 in all of
-    them, and only `data_parallel_index` differs.
+    For dense models, data-parallel engines are independent: `data_parallel_rank` is 0 in all of them, and
+    only `data_parallel_index` differs.
     """
     parallel = vllm_config.parallel_config
     for name in ("data_parallel_index", "data_parallel_rank"):
@@ -229,8 +227,8 @@ def dp_of(vllm_config: Any) -> int:
 
 
 def _activities(wanted: list[str]) -> list[Any]:
-    """Return the wanted activities that torch supports here. If there are none, the worker keeps its own (an
-    NPU's).
+    """Return the wanted activities that torch supports in this process. If the list is empty, as on an NPU,
+    the worker keeps its own activities.
     """
     from torch.profiler import ProfilerActivity, supported_activities
 
@@ -239,7 +237,7 @@ def _activities(wanted: list[str]) -> list[Any]:
 
 
 def _set(undo: ExitStack, target: Any, name: str, value: Any) -> None:
-    """Set an attribute of an object of vLLM until `undo` is closed."""
+    """Set an attribute of one of vLLM's objects until `undo` is closed."""
     undo.callback(setattr, target, name, getattr(target, name, None))
     setattr(target, name, value)
 

@@ -1,8 +1,8 @@
 """Notes of forward passes in vLLM's engine core, the process that schedules them.
 
-`install` gives the class `EngineCore` methods that a client can call by name, and lets a profile that a
-server starts note its passes too. Between captures, nothing of the scheduler is changed, unless a flight
-recorder has asked to keep the latest passes.
+`install` adds methods to `EngineCore` that a client can call by name, and makes `EngineCore.profile` note the
+passes of a server's captures. Between captures the scheduler is unchanged, unless a flight recorder has asked
+to keep the latest passes.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from stepscope.files.passes import PassFile, PassKind
 from stepscope_vllm._engine_side.extension import dp_of
 
 BEGIN, END = "stepscope_begin_passes", "stepscope_end_passes"
-"""Names of methods of `EngineCore`."""
+"""Names of the methods that `install` adds to `EngineCore`."""
 ANSWERS = {question: f"stepscope_{question}_passes" for question in (KEEP, KEPT)}
-"""{question over a socket: name of the method of `EngineCore` that answers it}."""
+"""{question of `pass_socket`: name of the method of `EngineCore` that answers}."""
 _NOTES = "_stepscope_passes"
-"""Attribute of an engine core: its notes while a capture runs."""
+"""Attribute of an engine core with its `_Notes`, present while passes are noted."""
 _MOST = 100_000
-"""Largest number of passes for a profile that a server starts, which does not say how many are wanted."""
+"""Largest number of passes in a server's capture. The server's start does not say how many are wanted."""
 _CAPTURE = re.compile(r"step_\d{6,}_")
 """Beginning of the names of stepscope's captures."""
 ALONE = ".passes"
-"""End of the name of a profile that a server starts for its passes alone: vLLM's profiler does not run."""
+"""Suffix of `profile_prefix` if a server's capture notes passes and does not run vLLM's profiler."""
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
-"""End that vLLM appends to the id of a request."""
+"""Suffix that vLLM appends to the id of a request."""
 _UPDATES = re.compile(r"(update|load|sync|receive)\w*weight|weight\w*(update|load|sync)")
-"""Names of workers' methods that bring new weights, of vLLM and of frameworks."""
+"""Names of worker methods, of vLLM and of frameworks, that load new weights."""
 _COMPLETION = re.compile(r"(cmpl-.+)-\d+")
-"""Id of one prompt of a request to /v1/completions, whose answer has the id without the number."""
+"""Id of one prompt of a request to /v1/completions. The answer has the id without the number."""
 
 
 def install(module: Any) -> None:
-    """Change the class `EngineCore` of vLLM's module `vllm.v1.engine.core`."""
+    """Change the class `EngineCore` in `module`, vLLM's `vllm.v1.engine.core`."""
     core = module.EngineCore
     if hasattr(core, BEGIN):
         return
@@ -72,14 +72,16 @@ def begin(core: Any, most: int) -> None:
 
 
 def end(core: Any) -> bytes | None:
-    """Return a capture's notes for `file_of`, or None without notes. That takes the core milliseconds."""
+    """End a capture's notes, and return them for `file_of`, or None if there are none. Holds up the core for
+    milliseconds.
+    """
     notes = _ended(core)
     return None if notes is None else notes.packed()
 
 
 def file_of(content: bytes) -> PassFile:
-    """Return the content of a file from what `end` or `kept` returned, in another process than the core's or
-    on another thread.
+    """Return the content of a file of passes from the result of `end` or `kept`. Call this outside of the
+    core's process or on another thread, because it is slow.
     """
     return passes.unpacked_copy(content).file(_named)
 
@@ -117,7 +119,7 @@ def kept(core: Any, start_ns: int) -> bytes | None:
 
 
 def _listening(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `EngineCoreProc.run_busy_loop` that also answers for the kept passes, on a thread."""
+    """Return a wrapper of `EngineCoreProc.run_busy_loop` that also answers on `pass_socket`, on a thread."""
 
     @functools.wraps(run)
     def listening(self: Any, *args: Any, **kw: Any) -> Any:
@@ -132,7 +134,9 @@ def _named(request: str) -> str:
 
 
 def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `EngineCore.profile` that also notes the passes of a capture of a server, in its folder."""
+    """Return a wrapper of `EngineCore.profile` that also notes the passes of a server's capture, and writes
+    them to the server's profiler folder.
+    """
 
     @functools.wraps(profile)
     def noted(
@@ -143,7 +147,7 @@ def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
         ours = is_start and _CAPTURE.match(profile_prefix or "") and is_free
         alone = (profile_prefix if is_start or notes is None else notes.prefix) or ""
         if not is_start:
-            with suppress(Exception):  # the profile matters more
+            with suppress(Exception):  # vLLM's profiler must be stopped in any case
                 _write(self)
         result = None
         if not alone.endswith(ALONE):
@@ -169,7 +173,7 @@ def _write(core: Any) -> None:
 
 
 class _Scheduled:
-    """Facts about a pass at the moment at which it was scheduled."""
+    """State of the scheduler at the moment at which a pass was scheduled."""
 
     __slots__ = ("began_ns", "kv_use", "running", "waiting")
 
@@ -180,15 +184,18 @@ class _Scheduled:
 
 
 class _Notes:
-    """Notes of the passes. The methods run on the engine core's thread, `admit` on that of its input."""
+    """Notes the passes of one engine core by replacing methods of the core and its scheduler.
+
+    The methods run on the core's main thread, except `admit`, which runs on the core's input thread.
+    """
 
     def __init__(self, core: Any, log: PassLog) -> None:
         self.prefix: str | None = None
-        """Name of the profile that a server started, or None."""
+        """`profile_prefix` of a server's capture, or None."""
         self.log = log
         """The log of the running capture, else `ring`."""
         self.ring: PassRing | None = None
-        """The passes that are kept for the flight recorder, or None if it has not asked."""
+        """The passes that are kept for the flight recorder, or None if it has not asked to keep passes."""
         self._core, self._scheduler = core, core.scheduler
         self._pending: dict[int, _Scheduled] = {}
         self._ended_ns = 0
@@ -216,7 +223,7 @@ class _Notes:
         return admitted
 
     def _noting_updates(self, rpc: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(rpc)  # vLLM reads the types of a request's arguments off the signature
+        @functools.wraps(rpc)  # vLLM reads the types of a request's arguments from the signature
         def noted(method: Any, *args: Any, **kw: Any) -> Any:
             results = rpc(method, *args, **kw)
             if _UPDATES.search(method if isinstance(method, str) else getattr(method, "__name__", "")):
@@ -275,7 +282,7 @@ def _of_caller(name: str) -> str:
 
 
 def _version(core: Any) -> str | None:
-    """Return the version of the weights as set in vLLM, or None if it was never set."""
+    """Return the version of the weights that was set in vLLM, or None if no version was set."""
     version = getattr(core, "_weight_version", None)
     return None if version in (None, "default") else str(version)
 

@@ -1,10 +1,11 @@
-"""Plugin in vLLM's own processes: notes of forward passes, and captures of a pipeline that follow each other.
+"""Plugin in vLLM's own processes. It allows notes of forward passes, and hides some sends from the profiler.
 
-vLLM calls the entry points `vllm.general_plugins` of the packages beside it, in each of its processes. A
-stage of a pipeline sends its results to the next one, goes on, and waits for that send in its next pass. Over
-gloo (the metadata of the tensors, from vLLM 0.29 on; on CPUs the tensors too) torch ends the send's scope
-there, in a recording that may be freed by then. So these sends are left out of all recordings; see
-`stepscope.backends.torch.record_function_scopes`.
+vLLM calls the entry points `vllm.general_plugins` of all installed packages, in each of its processes.
+
+The plugin hides sends because of a crash. A pipeline stage starts a send to the next stage, and waits for the
+send in its next pass. If the send uses gloo, torch ends the send's scope only then, in a recording that may
+be freed already. From vLLM 0.29 on, gloo sends the metadata of tensors; on CPUs, it also sends the tensors.
+So these sends are left out of all recordings; see `stepscope.backends.torch.record_function_scopes`.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ OF_A_SERVER = (
 
 
 def is_chosen() -> bool:
-    """Return whether vLLM loads this plugin in its processes: VLLM_PLUGINS can leave it out."""
+    """Return whether vLLM loads this plugin in its processes. VLLM_PLUGINS can exclude the plugin."""
     chosen = os.environ.get("VLLM_PLUGINS")
     return not switch.DISABLED and (chosen is None or "stepscope" in chosen.split(","))
 
 
 def load() -> None:
-    """Hide sends from recordings, and let passes be noted, unless stepscope is switched off.
+    """Hide sends from recordings, and prepare notes of passes, unless stepscope is switched off.
 
-    vLLM calls this in all of its processes. The worker extension calls it again, which has no further effect.
+    vLLM calls this function in all of its processes. A second call, by the worker extension, has no effect.
     """
     if switch.DISABLED:
         return
-    with suppress(Exception):  # another version may have it elsewhere, and vLLM would not start
+    with suppress(Exception):  # another version may lack the module; an error would keep vLLM from starting
         hide_sends()
     with suppress(Exception):
         import wrapt
@@ -58,7 +59,7 @@ def load() -> None:
 def hide_sends() -> None:
     """Leave the sends of pipeline stages out of recordings.
 
-    This imports only modules that vLLM imports anyway.
+    This function imports only modules that vLLM imports anyway.
     """
     group, name = _sending()
     send = getattr(group, name, None)
@@ -67,8 +68,8 @@ def hide_sends() -> None:
 
 
 def is_missing() -> bool:
-    """Return whether this process' vLLM has a pipeline that leaves sends open without this plugin hiding
-    them.
+    """Return whether the sends of this process' pipeline stages are visible to recordings, because the plugin
+    was not loaded.
     """
     if _STATE not in sys.modules:
         return False
@@ -80,7 +81,7 @@ def is_missing() -> bool:
 def _sending() -> tuple[Any, str]:
     """Return the class that sends, and the name of its method that sends over gloo and does not wait.
 
-    The class is None if this version has it in another place.
+    The class is None if this version of vLLM does not have it in this module.
     """
     from vllm.platforms import current_platform
 

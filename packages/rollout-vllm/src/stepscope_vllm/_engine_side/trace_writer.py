@@ -1,4 +1,4 @@
-"""Traces that a worker writes: under hidden names until they are complete, compressed with isal."""
+"""Writer of a worker's traces, which have a temporary name until they are complete."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".part-"
-"""Beginning of a file's name until it is complete."""
+"""Prefix of a file's name until the file is complete."""
 
 
 def probe(folder: Path) -> None:
-    """Make the folder and write a file in it. Without this check, vLLM would report success although nothing
-    is written.
+    """Make the folder and write a file in it, as a check. Without the check, vLLM would report success even
+    if it can write no trace.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -27,15 +27,15 @@ def probe(folder: Path) -> None:
 
 
 def drop(profile: object) -> None:
-    """Discard a profile: the handler of a worker whose rank is not wanted."""
+    """Discard a profile. This is the handler of a worker whose rank is not wanted."""
 
 
 def writer(folder: Path, stem: str, wrote: list[str], *, gzip: bool) -> Callable[[Any], None]:
     """Return a handler that writes traces to a folder.
 
     Args:
-        stem: Beginning of their names.
-        wrote: Receives their paths.
+        stem: Prefix of the file names.
+        wrote: List to which the handler appends the path of each trace.
     """
     suffix = ".pt.trace.json"
 
@@ -56,7 +56,7 @@ def writer(folder: Path, stem: str, wrote: list[str], *, gzip: bool) -> Callable
 
 
 def _compress(plain: Path, target: Path) -> Path:
-    from isal import igzip  # torch's own gzip takes 80 times the CPU, and generation stands still
+    from isal import igzip  # torch's own gzip takes 80 times the CPU, while generation waits
 
     with plain.open("rb") as source, igzip.open(target, "wb", compresslevel=1) as sink:  # type: ignore[no-untyped-call]
         shutil.copyfileobj(source, sink, 1 << 20)

@@ -1,1 +1,1 @@
-"""Files that vLLM's profilers write: their names, their contents, their ranks."""
+"""Names, contents and ranks of the files that vLLM's profilers write."""

@@ -21,20 +21,21 @@ _RANK = re.compile(r"(?:^|[_.-])rank[-_]?(\d+)(?=[._])")
 _DP = re.compile(r"(?:^|_)dp(\d+)(?=_)")
 
 _RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
-"""Name of a recording of vllm-ascend, which is a folder. The group is the pid."""
+"""Name of the folder of a vllm-ascend recording. The group is the pid."""
 
 _FRONTEND = ".async_llm."
 
 _PREFIX = 100
-"""Largest length of a prefix: vLLM appends host, pid, rank and time, and a file's name has at most 255
+"""Largest length of a prefix. vLLM appends host, pid, rank and time, and a file name has at most 255
 characters."""
 
 
 def prefix_of(name: str) -> str:
-    """Return a capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
+    """Return a capture's name as a prefix that vLLM accepts: 1 to 128 characters of `A-Za-z0-9._-`, beginning
+    with a letter or a digit.
 
-    A name that has to be changed gets a digest of the whole name at its end, so that no two captures share a
-    prefix.
+    If the name has to be changed, the prefix ends with a digest of the whole name, so that no two captures
+    share a prefix.
     """
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     cleaned = cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
@@ -49,7 +50,7 @@ def rank_of(name: str) -> int | None:
 
 
 def dp_of(name: str) -> int | None:
-    """Return the number of the data-parallel engine in a file's name, or None if it has none."""
+    """Return the number of the data-parallel engine in a file's name, or None if the name has none."""
     return _number(_DP.search(name))
 
 
@@ -63,7 +64,7 @@ def _number(match: re.Match[str] | None) -> int | None:
 
 
 def is_output(name: str) -> bool:
-    """Return whether a profiler wrote the file, under its final name."""
+    """Return whether `name` is the final name of a file that a profiler wrote."""
     return not name.startswith(TEMPORARY) and bool(is_trace(name) or _TABLE.search(name))
 
 
@@ -73,27 +74,27 @@ def is_trace(name: str) -> bool:
 
 
 def is_frontend(name: str) -> bool:
-    """Return whether a trace is one in which an API server or an AsyncLLM recorded itself."""
+    """Return whether `name` is a trace in which an API server or an AsyncLLM recorded itself."""
     return _FRONTEND in name
 
 
 def is_recording(name: str) -> bool:
     """Return whether `name` is a folder of the Ascend profiler.
 
-    All folders of one worker begin with the name of its first capture.
+    The folder names of all captures of one worker begin with the name of the first capture.
     """
     return bool(_RECORDING.search(name))
 
 
 def stems_of(name: str) -> tuple[str, ...]:
-    """Return the parts that the names of a trace and of its table have in common."""
+    """Return the parts of a file's name by which a trace and its table of operators belong together."""
     if table := re.fullmatch(r"profiler_out_(\d+)\.txt", name):  # up to 0.30
         return f"rank-{table[1]}", f"rank{table[1]}"
     return (re.sub(r"(?:\.\d+)?\.pt\.trace\.json(?:\.gz)?$|\.profiler_out\.txt$", "", name),)
 
 
 def listed(folder: Path | None) -> set[str]:
-    """Return the names of all files of a profiler in a folder; none if the folder does not exist."""
+    """Return the names of all files of a profiler in a folder; empty if the folder does not exist."""
     if folder is None:
         return set()
     try:
@@ -103,9 +104,7 @@ def listed(folder: Path | None) -> set[str]:
 
 
 def holder(root: Path, prefix: str) -> Path:
-    """Return the folder that has files with this prefix: `root` or a folder in it. Return `root` if there are
-    none.
-    """
+    """Return the folder in `root` that has files with this prefix; if there is none, return `root`."""
     try:
         folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
     except OSError:
@@ -120,9 +119,7 @@ def of_frontends(folder: Path) -> set[str]:
 
 
 def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return the time at which each trace and its table were complete: unix ns, by the stem of their
-    names.
-    """
+    """Return {stem of the names: unix ns at which a trace and its table of operators were complete}."""
     changed: dict[str, int] = {}
     for name in names:
         with suppress(OSError):
@@ -133,13 +130,16 @@ def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def whole_ns(changed: Mapping[str, int], name: str) -> int | None:
-    """Return the time of one trace in `changed_ns`, also after `move` has renamed the trace."""
+    """Return the time of one trace in the result of `changed_ns`, even if `move` has renamed the trace."""
     (own,) = stems_of(name)
     return max((ns for stem, ns in changed.items() if own.endswith(stem)), default=None)
 
 
 def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[Path]:
-    """Move files to a capture's folder, under names that no other capture has. Return their paths, sorted."""
+    """Move files to a capture's folder, and add the capture's prefix to names that do not begin with it.
+
+    Return the new paths, sorted.
+    """
     target.mkdir(parents=True, exist_ok=True)
     moved = []
     for name in sorted(names):
@@ -147,7 +147,7 @@ def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[
         final = target / own
         try:
             os.rename(source / name, final)
-        except OSError:  # another disk
+        except OSError:  # `target` is on another disk
             part = target / f"{TEMPORARY}{own}"
             copy = shutil.copytree if (source / name).is_dir() else shutil.copyfile
             copy(source / name, part)

@@ -1,4 +1,4 @@
-"""Traces of one capture: complete files, and the facts in them."""
+"""Traces of one capture: whether they are complete, and the facts that they contain."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _HOST = re.compile(rb'"host_name":\s*"([^"\\]{1,255})"')
 _PID = re.compile(rb'"pid":\s*(\d+)')
 _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
 _HEAD = 1 << 16
-"""Number of bytes at the beginning of a trace that contain everything but its events."""
+"""Number of bytes at the beginning of a trace that contain everything except the events."""
 _TAIL = 1 << 12
 """Number of bytes at the end of a trace that contain the times at which torch began and ended to record."""
 _ITERATION = b'"name": "execute_'
 _COPY = b'"cat": "gpu_user_annotation", '
-"""Bytes before the name of an annotation that is a copy of another one, with the times of the GPU."""
+"""Bytes before the name of an annotation that torch copied, with the times on the GPU."""
 _EMPTY = re.compile(rb'"name": "execute_(?:\d+_)?context_0\([^"]*_generation_0\(')
-"""The name of an iteration without a request: engines run these after the last request, or to stay in
-step."""
+"""Name of an iteration without a request. An engine runs such iterations after the last request, or to keep
+up with the other data-parallel engines."""
 _AROUND = 256
 """Number of bytes of an iteration's name and of the text before it that are inspected."""
 _WAIT_S = 10.0
@@ -32,24 +32,24 @@ _WAIT_S = 10.0
 
 
 class Trace(NamedTuple):
-    """Facts in one file about itself."""
+    """Facts about one trace, read from its file."""
 
     path: Path
     frontend: bool
     rank: int | None
     """The worker's rank in its torch.distributed world."""
     world_size: int | None
-    """The size of that world."""
+    """Number of processes in the worker's torch.distributed world."""
     dp: int | None
-    """Number of the replica's data-parallel engine that wrote the file, or None if unknown."""
+    """Number of the data-parallel engine that wrote the file, or None if unknown."""
     pid: int | None
     host: str | None
-    """Host on which the file was recorded, or None. It may not be the host on which it is published."""
+    """Host of the recorded process, or None if unknown. Another host may publish the file."""
     window: tuple[int, int] | None = None
-    """Start and end of torch's recording in unix ns of that host, or None if unknown."""
+    """Start and end of torch's recording in unix ns of `host`, or None if unknown."""
     iterations: int = 0
-    """Number of engine iterations that the file names, including those without a request, as vLLM counts
-    them."""
+    """Number of engine iterations that the file names, as vLLM counts: including iterations without a
+    request."""
     empty: int = 0
     """Number of iterations without a request."""
 
@@ -76,7 +76,7 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
 
 
 def read(path: Path) -> Trace:
-    """Return the facts in a file's content, else in its name."""
+    """Return the facts about a trace, from the file's content if it states them, else from its name."""
     head, tail, iterations, empty = (b"", b"", 0, 0) if path.is_dir() else _scan(path)
     world, process = _STATED.search(head), _PID.search(head)
     pid = int(process[1]) if process else pid_of(path.name)
@@ -96,10 +96,10 @@ def read(path: Path) -> Trace:
 
 
 def _dp_of_process(pid: int | None) -> int | None:
-    """Return the number of the data-parallel engine in the title of a process (`VLLM::Worker_DP1_TP0`), or
-    None.
+    """Return the number of the data-parallel engine in a process title such as `VLLM::Worker_DP1_TP0`, or
+    None if the title has no number.
 
-    For dense models vLLM writes the number nowhere else.
+    For dense models, the title is the only place with this number.
     """
     if pid is None:
         return None
@@ -112,15 +112,15 @@ def _dp_of_process(pid: int | None) -> int | None:
 
 
 def _scan(path: Path) -> tuple[bytes, bytes, int, int]:
-    """Return the head and the end of a trace, the number of iterations that it names, and the number of empty
-    ones.
+    """Return a trace's first bytes, its last bytes, its number of iterations, and its number of iterations
+    without a request.
 
     Takes 0.3 s for 150 MB of JSON.
     """
     from isal import igzip
 
     head = tail = text = b""
-    first = 0  # of the text, where the part begins that is still to be counted
+    first = 0  # index in `text` of the first byte that was not searched yet
     names: list[bytes] = []
     with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[no-untyped-call]
         while chunk := file.read(1 << 20):
@@ -137,9 +137,9 @@ def _scan(path: Path) -> tuple[bytes, bytes, int, int]:
 
 
 def _names(text: bytes, first: int, until: int) -> Iterator[bytes]:
-    """Yield the names of iterations that begin in a part of the text, with what follows them.
+    """Yield the names of iterations that begin between `first` and `until`, each with the text after it.
 
-    The search uses `find`, because a regular expression costs as much as unpacking the file.
+    The search uses `find`, because a regular expression takes as long as unpacking the file.
     """
     at = text.find(_ITERATION, first)
     while 0 <= at < until:
@@ -156,7 +156,7 @@ def unfinished(path: Path) -> str | None:
         return None if any(path.glob("profiler_info*.json")) else "it has no profiler_info.json"
     last = b""
     try:
-        # In chunks: a trace can be larger than the memory.
+        # Read in chunks, because a trace can be larger than the memory.
         with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[no-untyped-call]
             while chunk := file.read(1 << 20):
                 last = (last + chunk)[-16:]
@@ -172,10 +172,9 @@ class Layout(NamedTuple):
     pp: int
     dp: int
     external: bool
-    """True if the workers are processes of a larger torch.distributed job, each with its own engine
-    object."""
+    """True if each worker is a process of a larger torch.distributed job and has its own engine object."""
     pcp: int = 1
-    """Size of prefill context parallelism, an axis between tp and pp."""
+    """Size of prefill context parallelism. In the order of the ranks, this axis is between tp and pp."""
 
     @property
     def engine(self) -> int:
@@ -194,7 +193,7 @@ def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None
     if trace.frontend or trace.rank is None or layout is None:
         return None
     if layout.external:
-        return trace.rank  # of the whole job, as torch.distributed numbers it
+        return trace.rank  # torch.distributed numbers the whole job
     place = _place(trace, trace.rank, layout)
     if place is None or place[1] is None:
         return None
@@ -202,9 +201,9 @@ def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None
 
 
 def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
-    """Return the place of a worker: `{"tp": 1, "pp": 0, "dp": 0}`.
+    """Return the position of a worker in the layout: `{"tp": 1, "pp": 0, "dp": 0}`, or None if unknown.
 
-    `pcp` is there if the engine has that axis. `dp` is absent if nothing says which engine it was.
+    `pcp` is present if the engine has that axis. `dp` is absent if the data-parallel engine is unknown.
     """
     if trace.frontend or trace.rank is None or layout is None:
         return None
@@ -221,7 +220,7 @@ def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
 
 
 def contradiction(trace: Trace, layout: Layout | None) -> str | None:
-    """Return the reason why a trace cannot be of an engine with this layout, or None if it can."""
+    """Return the reason why an engine with this layout cannot have written a trace, or None if it can."""
     if trace.frontend or trace.rank is None or layout is None or layout.external:
         return None
     if _place(trace, trace.rank, layout) is not None:
@@ -235,16 +234,16 @@ def contradiction(trace: Trace, layout: Layout | None) -> str | None:
 
 
 def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | None:
-    """Return the rank in its data-parallel engine, and the number of that engine (None if unknown).
+    """Return the worker's rank in its data-parallel engine, and the number of that engine (None if unknown).
 
-    Return None if the layout contradicts the file.
+    Return None if the trace contradicts the layout.
     """
     dp = trace.dp if layout.dp > 1 else 0
     if trace.world_size == layout.size and layout.dp > 1:
-        # All of dp is one torch.distributed world (mixtures of experts), and not one for each engine.
+        # All data-parallel engines are in one torch.distributed world (mixture of experts).
         dp, rank = divmod(rank, layout.engine)
     elif trace.world_size is None and layout.dp > 1 and dp == rank // layout.engine:
-        rank %= layout.engine  # a name that counts through all of dp
+        rank %= layout.engine  # the rank in the file's name counts the workers of all data-parallel engines
     elif trace.world_size not in (None, layout.engine):
         return None
     return (rank, dp) if rank < layout.engine and (dp or 0) < layout.dp else None
@@ -253,8 +252,8 @@ def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | 
 def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: int) -> list[int] | None:
     """Return the wanted ranks in a worker's own numbering; None for all.
 
-    Return None also if data-parallel engines share a numbering. Then all of them write, and the files of
-    unwanted ranks are removed.
+    Return None also if there are several data-parallel engines, because they share a numbering. Then all
+    workers write, and the files of unwanted ranks are removed afterwards.
     """
     if wanted is None or layout is None or layout.dp > 1:
         return None
