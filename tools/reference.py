@@ -139,7 +139,7 @@ def parameter_row(parameter: Any) -> str:
     names = parameter.opts
     if parameter.param_type_name == "argument":
         names = [parameter.metavar or parameter.name.upper()]
-    default = parameter.default
+    default = getattr(parameter.default, "value", parameter.default)  # an Enum's text differs between Pythons
     is_shown = isinstance(default, str | int | float | Path) and default is not False and default != ""
     cells = [f"`{', '.join([*names, *parameter.secondary_opts])}`", f"`{default}`" if is_shown else ""]
     return f"| {' | '.join([*cells, one_line(parameter.help or '')])} |"

@@ -222,6 +222,7 @@ with capture(3, role="actor"):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("torch")
 def test_the_rank_that_nccl_knows_to_be_behind_is_named(tmp_path: Path) -> None:
     ranks: list[subprocess.Popen[str]] = []
 
