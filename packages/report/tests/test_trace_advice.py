@@ -148,21 +148,44 @@ def test_a_data_loader_is_told_without_a_device(
     assert all(one["do"].startswith("num_workers is 0") for one in advice)
 
 
-def test_ranks_that_wait_for_one_and_compute_less_are_told(tmp_path: Path, command: Command) -> None:
+def test_all_processes_that_wait_for_their_data_are_named(tmp_path: Path, command: Command) -> None:
+    for rank, loading_us in enumerate((30, 40, 3)):
+        events = [
+            on_host("user_annotation", "ProfilerStep#1", 0, 100),
+            on_host("user_annotation", "enumerate(DataLoader)#_MultiProcessing", 0, loading_us),
+        ]
+        trace(tmp_path / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
+    (advice,) = command("report", tmp_path, "--json").json["advice"]
+    assert advice["what"] == "rank 1, rank 0 wait for their data loaders"
+    assert advice["because"] == ["rank 1: 40.0 us of the 100 us of its steps"]
+
+
+def write_late_rank(folder: Path, late_us: float) -> None:
+    """Write the traces of three ranks, of which one computes longer before each all-reduce."""
     for rank in range(3):
         events, at = list[Json](), 100.0
         for number in range(0, 40, 2):
-            computed = 300.0 if rank == 1 else 200.0
+            computed = 2 * late_us + (late_us if rank == 1 else 0.0)
+            ended = at + 3.1 * late_us
             compute = launched(at, at + computed, number + 1, at - 80)
-            reduce = launched(at + computed, at + 310, number + 2, at - 80)
+            reduce = launched(at + computed, ended, number + 2, at - 80)
             reduce[0]["name"] = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-            prepared = on_host("user_annotation", "tokenize", at, at + computed - 150)
+            prepared = on_host("user_annotation", "tokenize", at, at + computed - 1.5 * late_us)
             events += [*compute, *reduce, prepared]
-            at += 310
-        trace(tmp_path / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
+            at = ended
+        trace(folder / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
+
+
+def test_ranks_that_wait_for_one_and_compute_less_are_told(tmp_path: Path, command: Command) -> None:
+    write_late_rank(tmp_path, 10_000.0)
     advice = {one["rule"]: one for one in command("report", tmp_path, "--json").json["advice"]}
     assert advice.keys() == {"stragglers", "uneven-work", "exposed-communication"}
-    assert "tokenize: 3.00 ms there, 1.00 ms on the others" in advice["stragglers"]["because"]
+    assert "tokenize: 300 ms there, 100 ms on the others" in advice["stragglers"]["because"]
+
+
+def test_no_rank_is_late_by_what_a_scheduler_takes(tmp_path: Path, command: Command) -> None:
+    write_late_rank(tmp_path, 2_000.0)
+    assert rules(tmp_path, command) == {"uneven-work", "exposed-communication"}
 
 
 @pytest.mark.parametrize("engine", ["vllm-dp/step_000001", "vllm-tp/step_000005", "sglang-dp/step_000001"])
