@@ -102,17 +102,24 @@ class _Values:
     def __init__(self, param: Any, of_typer: Callable[[Any], Any]) -> None:
         self._param, self._of_typer = param, of_typer
 
-    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
-        if value is None:
-            return () if param.multiple or param.nargs == -1 else None
+    def coerce(self, value: Any, **context: Any) -> Any:
+        described: Any = getattr(self._param, "type_descriptor", None)  # a later typer may have none
+        kind, info = getattr(described, "annotation", None), getattr(described, "parameter_info", None)
+        if value is None and described is not None:
+            return () if self._param.multiple or self._param.nargs == -1 else None
         if kind is float and isinstance(value, float):  # the default
             return value
         if kind in _AS_IT_IS:
             return _AS_IT_IS[kind](value)
-        if kind is int and str(value).isdecimal() and info.max is None and int(value) >= (info.min or 0):
+        if (
+            kind is int
+            and info is not None
+            and str(value).isdecimal()
+            and info.max is None
+            and int(value) >= (info.min or 0)
+        ):
             return int(value)
-        return self._of_typer(self._param).coerce(value, param=param, ctx=ctx)
+        return self._of_typer(self._param).coerce(value, **context)
 
 
 class _Lean:
