@@ -1,6 +1,7 @@
-"""Open calls of processes, engines and Ray's actors at one moment, and what each of them waits for.
+"""Open calls of processes, engines and Ray actors at one moment, and what each call waits for.
 
-One file above 500 lines: a rank that is behind in its collectives is one of the things that a call waits for.
+This file has more than 500 lines, because a call may wait for a rank that is behind in its collectives, and
+both are found in the same states.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ _LIBRARY = re.compile(
     r"/lib(64)?/python3\.\d+t?/|\b(site|dist)-packages/|/stepscope/|^<frozen|^<profile_step"
 )
 _INNERMOST = 4
-"""Number of innermost frames that are checked for a wait. Frames further out may belong to the code that runs
-the call."""
+"""Number of innermost frames that are searched for a wait. Frames further out may belong to code that runs
+the call, such as an executor."""
 _COLLECTIVES = re.compile(
     r"torch/distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives)"
 )
-"""Files whose functions are collectives: a process whose innermost frame is in one of them waits for
-others."""
+"""Files whose functions are collectives. A process whose innermost frame is in such a file waits for other
+ranks."""
 _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
-"""Files of HTTP clients. In the role `rollout`, frames of these files are calls of an engine."""
+"""Files of HTTP clients. In the role `rollout`, a frame in such a file is a call of an engine."""
 Wait: TypeAlias = Literal["ray", "process", "thread", "task"]
-"""Target of a wait: Ray, a process that this one started, or another thread or task of this process."""
+"""Target of a wait: Ray, a process that the waiting process started, or another thread or task."""
 _WAITS: dict[Wait, tuple[str, ...]] = {
     "ray": ("/ray/_private/worker.py",),
     "process": ("/subprocess.py", "/multiprocessing/"),
     "thread": ("/threading.py", "/queue.py", "/concurrent/futures/_base.py"),
 }
-"""Files whose frames, as the innermost ones, show that a call waits."""
+"""Files whose functions wait. A call waits if one of its innermost frames is in such a file."""
 _SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
-"""Functions of torch.distributed that do not name the collective."""
+"""Wrapper functions in torch.distributed, whose names are not the collective's."""
 
 
 def _is_polling(thread: Thread) -> bool:
-    """Return whether a thread runs an event loop that waits for something to happen."""
+    """Return whether a thread runs an event loop that waits for events."""
     return thread.in_loop or (bool(thread.frames) and thread.frames[0].file.endswith("selectors.py"))
 
 
 def say_where(frames: Sequence[Frame]) -> str:
-    """Return the innermost frame of the user's code, and the library call that it is in."""
+    """Return the innermost frame of the user's code, and the library function that this code has called."""
     own = next((frame for frame in frames if not is_library(frame)), None)
     if own is None:
         return "" if not frames else _place(frames[0])
@@ -94,12 +95,14 @@ def collective_of(frames: Sequence[Frame]) -> str | None:
 
 
 def _inner(frames: Sequence[Frame]) -> Iterable[Frame]:
-    """Return the innermost frames, inside of the user's code."""
+    """Return the library frames that the innermost frame of the user's code has called, at most
+    `_INNERMOST`.
+    """
     return takewhile(is_library, frames[:_INNERMOST])
 
 
 def _wait_of(frames: Sequence[Frame]) -> Wait | None:
-    """Return the target of a stack's wait, or None if its frames show no wait."""
+    """Return what a stack waits for, or None if its frames show no wait."""
     inner = list(_inner(frames))
     for wait, files in _WAITS.items():
         if any(file in frame.file for frame in inner for file in files):
@@ -114,25 +117,23 @@ def asks_engine(frames: Sequence[Frame], role: str) -> bool:
 
 
 _STUCK_NS = 10 * 10**9
-"""An engine that has had requests and made no token for this long comes before other work."""
+"""Time without a token after which an engine with requests counts as stuck."""
 
 
 Kind: TypeAlias = Literal["call", "engine", "actor", "process"]
-"""Kind of a call. `call`: a span. `engine`: an engine's queue, named by `stage`, whose age is the time
-without a token. `actor`: a method of a Ray actor that does not record. `process`: a process that is in no
-call, or does not answer."""
+"""Kind of a call. `call`: a span. `engine`: an engine's queue; its `stage` is the engine's name, and its age
+is the time without a token. `actor`: a method of a Ray actor that does not record. `process`: a process that
+is in no call, or does not answer."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that goes on: a span that has not ended and has no children in its process, or another
-    `kind`.
-    """
+    """An open call: a span that has not ended and has no open child in its process, or another `kind`."""
 
     kind: Kind = "call"
     process: str
     """`ProcessInfo.key` of the call's process."""
     span: int = 0
-    """Number of the span, or 0 for kinds other than `call`."""
+    """Number of the span; 0 for kinds other than `call`."""
     role: str
     stage: str
     began_ns: int = 0
@@ -141,27 +142,27 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str | None = None
     turn: int | None = None
     where: str
-    """The place that the call is in: `lock.acquire, from forward at model.py:214`; empty if unknown."""
+    """Current place of the call: `forward at model.py:214, in acquire (threading.py)`; empty if unknown."""
     collective: str | None = None
-    """The collective that the call is in, or None."""
+    """Name of the collective that the call is in, or None."""
     group: str | None = None
-    """The collective's process group, from torch's flight recorder, or None."""
+    """Process group of the collective, from torch's flight recorder, or None."""
     number: int | None = None
-    """Number of the collective in that group, or None."""
+    """Number of the collective in `group`, or None."""
     missing: tuple[int, ...] = ()
     """Ranks that have not entered the collective."""
     behind: Behind | None = None
-    """The collectives in which the call's process is behind, or None if it is not."""
+    """The collectives in which the call's process is behind, or None if the process is not behind."""
     waits: bool = False
-    """True if the call's stage only waits."""
+    """True if the call's stage does nothing but wait."""
     wait: Wait | None = None
-    """Target of the call's wait, from its stack, or None if it works."""
+    """Target of the call's wait by its stack, or None if the stack shows no wait."""
     blocks: bool = False
-    """True if the call blocks the event loop that it runs on."""
+    """True if the call blocks the event loop on which it runs."""
     alike: int = 0
-    """Number of younger calls of the same stage at the same place that are not listed."""
+    """Number of younger calls of the same stage at the same place, which are not listed."""
     waits_for: tuple[int, ...] = ()
-    """Indices in `Why.calls` of the calls that this one waits for."""
+    """Indices in `Why.calls` of the calls that this call waits for."""
 
 
 def engine_call(state: ProcessState, engine: EngineState) -> Call:
@@ -176,7 +177,7 @@ def engine_call(state: ProcessState, engine: EngineState) -> Call:
 
 
 def is_loaded(engine: EngineState, asked: bool) -> bool:
-    """Return whether an engine has requests, or is called while its counters were not read for
+    """Return whether an engine has requests, or may have: a call asks it, and it has shown no counters for
     `_STUCK_NS`.
     """
     return bool(engine.requests) or (asked and engine.sampled_ns > _STUCK_NS)
@@ -213,7 +214,7 @@ def remote_call(task: RayCall) -> Call:
 
 
 def _missing(call: Call) -> str:
-    """Return ` (7 of default_pg, without rank 3)`, or the known parts of that."""
+    """Return ` (7 of default_pg, without rank 3)`, or the parts of this text that are known."""
     number = "" if call.number is None else f"{call.number} "
     group = "" if call.group is None else f"{number}of {call.group}"
     ranks = few([str(rank) for rank in call.missing], 8)
@@ -267,7 +268,7 @@ class Process:
         self.tasks = {task.id: task for task in state.tasks}
         self.threads = {thread.id: thread for thread in state.threads}
         self.below: dict[int, list[int]] = defaultdict(list)
-        """{span: its direct children}."""
+        """{span: its child spans in this process}."""
         self.tasks_of: dict[int | None, list[Task]] = defaultdict(list)
         for span in state.spans:
             if span.parent is not None:
@@ -277,7 +278,7 @@ class Process:
 
     @cached_property
     def blocked(self) -> dict[int, int | None]:
-        """{thread whose event loop is blocked: the span that runs in it, None if no span does}."""
+        """{thread whose event loop is blocked: the span that blocks the loop, or None if no span does}."""
         found: dict[int, int | None] = {}
         for thread in self.state.threads:
             if thread.blocks:
@@ -301,10 +302,10 @@ class Process:
                 yield top
 
     def frames(self, span: OpenSpan) -> tuple[Sequence[Frame], Wait | None]:
-        """Return the stack of a span, and the target of its wait (None if it works).
+        """Return the stack of a span, and what the span waits for (None if its stack shows no wait).
 
-        The stack is that of the task that runs in the span, else of the span's thread, unless that thread
-        only runs an event loop or another task.
+        If a task runs in the span, this is the task's stack, else the stack of the span's thread. The stack
+        is empty if the thread only runs an event loop or another task.
         """
         thread = self.threads.get(span.thread)
         tasks = self.tasks_of[span.span]
@@ -313,7 +314,7 @@ class Process:
             return thread.frames, _wait_of(thread.frames)
         if tasks:
             ends = [end for end in self._awaited(tasks) if end.span == span.span or end.span is None]
-            # The task with the deepest stack: the others await it, or what it awaits.
+            # Use the task with the deepest stack, because the other tasks await it, or await the same task.
             task = max(ends or tasks, key=lambda task: len(task.frames))
             return task.frames, "ray" if task.awaits == "ObjectRef" else "task"
         if thread is None or _is_polling(thread) or running is not None:
@@ -340,8 +341,8 @@ class Process:
         return {number for number in spans if number is not None and number != span.span}
 
     def line(self, span: int) -> Iterator[int]:
-        """Yield a span and the spans above it, up to the last one below a span with several children, because
-        each child waits for itself.
+        """Yield a span and its ancestors, but stop below an ancestor with several children, because it is
+        unknown which child waits for a call that the ancestor has made.
         """
         at: int | None = span
         while at is not None and at in self.spans:
@@ -352,7 +353,7 @@ class Process:
 
 
 class RayCalls:
-    """Open calls by actor. `asker` is the state of the process that queried Ray, usually the driver."""
+    """Open calls of Ray actors. `asker` is the state of the process that asked Ray, usually the driver."""
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
         self.asker: ProcessState | None = next((state for state in states if state.ray_calls), None)
@@ -366,8 +367,8 @@ class RayCalls:
                 self._called[call.caller].add(call.actor)
 
     def elsewhere(self) -> dict[str, list[RayCall]]:
-        """Return {actor that does not record: the calls that it runs, or its waiting calls if it runs
-        none}.
+        """Return {id of an actor that does not record: its running calls, or its waiting calls if none
+        runs}.
         """
         return {
             actor: ([call for call in calls if call.state == _RUNNING] or calls)[:_MOST_OF_ACTOR]
@@ -376,7 +377,8 @@ class RayCalls:
         }
 
     def called_by(self, process: str) -> set[str]:
-        """Return the keys of processes, or ids of actors, whose calls a process waits for.
+        """Return the actors whose calls a process waits for: the key of the actor's process, or the actor's
+        id if the actor does not record.
 
         Args:
             process: `ProcessInfo.key`, or the id of an actor that does not record.
@@ -389,12 +391,13 @@ class RayCalls:
 
 
 class Behind(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that others wait for, by the collectives that each of them has begun."""
+    """A rank's delay behind other ranks, by the collectives that each rank has begun."""
 
     group: str
     """A process group of torch, or `communicator 0x5f2a` of NCCL."""
     state: Literal["behind", "dead", "silent"]
-    """`behind`: the rank has begun fewer collectives. `dead`, `silent`: NCCL's own judgement."""
+    """`behind`: the rank has begun fewer collectives. `dead`, `silent`: NCCL reports the rank as dead, or has
+    no answer from it."""
     op: str | None = None
     """The kind of collective, such as `AllReduce`, or None for all kinds together."""
     begun: int | None = None
@@ -404,23 +407,23 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Job: TypeAlias = tuple[str, str, "int | None", str]
-"""Run, role and replica of processes, and the process that started them, or empty if no two of them have the
-same rank."""
+"""A job of torch.distributed: the run, role and replica of its processes, and the process that started them.
+The last part is empty if no two processes of the role have the same rank."""
 _Group: TypeAlias = tuple[Job, str, tuple[int, ...]]
-"""Job of a group's processes, its name, and its ranks."""
+"""A process group: the job of its processes, its name, and its ranks."""
 
 
 class Entered:
-    """The collectives that the ranks of each role have entered, by torch's own counts.
+    """The collectives that the ranks of each job have entered, by torch's own counts.
 
-    A run may have several jobs of torch.distributed, whose groups have the same names. Where two processes
-    have one rank of a group, nothing is known of that group.
+    Several jobs of a run may have groups of the same name. If two processes have the same rank of a group,
+    the group is ignored.
     """
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
         self._jobs = jobs_of(states)
         self._last: dict[_Group, dict[int, int]] = defaultdict(dict)
-        """{group: {rank: number of the last collective that it entered}}."""
+        """{group: {rank: number of the last collective that the rank entered}}."""
         self._mixed: set[_Group] = set()
         """The groups in which two processes have the same rank."""
         self._missing: dict[tuple[_Group, int], tuple[int, ...]] = {}
@@ -433,8 +436,8 @@ class Entered:
                 self._last[key][rank] = group.entered
 
     def behind(self, state: ProcessState) -> Behind | None:
-        """Return the group in which a process is furthest behind another rank, or None if it is behind in no
-        group.
+        """Return how far a process is behind in the group in which it is furthest behind; None if it is not
+        behind in any group.
         """
         known = state.collectives
         found = []
@@ -447,8 +450,8 @@ class Entered:
         return max(found, key=lambda one: (one.others or 0) - (one.begun or 0), default=None)
 
     def awaited(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
-        """Return the oldest open collective of a process, or None, and the ranks that have not entered it,
-        including ranks that do not answer.
+        """Return the oldest open collective of a process, or None, and the ranks that have not entered this
+        collective, including ranks that do not answer.
         """
         own = state.collectives
         if own is None or not own.pending:
@@ -457,7 +460,7 @@ class Entered:
         group = next((group for group in own.groups if group.name == call.group), None)
         if group is None:
             return call, ()
-        if call.number is None:  # `recv 3<-0`, by ranks of the group
+        if call.number is None:  # `recv 3<-0`, with the group's own rank numbers
             sender = call.op.partition("<-")[2]
             known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
             return call, (group.ranks[int(sender)],) if known else ()
@@ -475,10 +478,11 @@ class Entered:
 
 
 def jobs_of(states: Sequence[ProcessState]) -> dict[str, Job]:
-    """Return {process: its job}: processes of one run, role and replica, each with a rank of its own.
+    """Return {process: its job}. The processes of a run, role and replica are one job if their ranks differ.
 
-    If two of them have the same rank, these are several jobs, and the processes of each are those that one
-    process started, as far as they are all ranks. Of the others, only run, role and replica are known.
+    If two of these processes have the same rank, there are several jobs. Processes that one process started
+    are then a job of their own if they have all ranks. For the other processes, the starting process is left
+    empty.
     """
     alike: dict[Job, list[ProcessState]] = defaultdict(list)
     for state in states:
@@ -501,18 +505,18 @@ def has_each_rank_once(states: Sequence[ProcessState]) -> bool:
 
 
 def _is_whole(states: Sequence[ProcessState]) -> bool:
-    """Return whether the states are those of all ranks of one job."""
+    """Return whether the states belong to all ranks of one job, each rank once."""
     ranks = {rank_of(state) for state in states}
     return has_each_rank_once(states) and ranks == set(range(states[0].process.world_size or 0))
 
 
 class Launched:
-    """The ranks that are behind in the communicators of NCCL, from NCCL's RAS.
+    """The ranks that are behind in NCCL's communicators, as NCCL's RAS reports.
 
     Attributes:
-        behind: {process: how far it is behind}. Processes without a state have the name of a silent worker,
-            or NCCL's.
-        awaited: {process: the processes that are behind and that it waits for}.
+        behind: {process: how far it is behind}. A process that did not answer is named as a silent worker, or
+            by its rank, pid and host.
+        awaited: {process: the processes that it waits for because they are behind}.
     """
 
     def __init__(self, states: Sequence[ProcessState], silent: Iterable[str]) -> None:
@@ -530,7 +534,7 @@ class Launched:
         others = [key for host, pid in communicator.others if (key := self._key(host, pid)) is not None]
         named = [self._key(rank.host, rank.pid) for rank in communicator.ranks]
         if not others and not any(named):
-            return  # of another run, whose processes are on the same hosts
+            return  # the communicator belongs to another run on the same hosts
         group = f"communicator {communicator.hash}"
         for rank, known in zip(communicator.ranks, named, strict=True):
             key = known or f"rank {rank.rank} of {group} (pid {rank.pid} on {rank.host})"
@@ -545,8 +549,9 @@ class Launched:
                 self.awaited[other].add(key)
 
     def _key(self, host: str, pid: int) -> str | None:
-        """Return the key of a process, or of a worker without an answer. In containers, processes of several
-        hosts may have one id.
+        """Return the key of a process, or of a worker that did not answer; None if unknown or ambiguous.
+
+        Processes of several hosts may have the same pid, for instance in containers.
         """
         there = [state for state in self._by_pid[pid] if _may_be_at(state, host)]
         known = [state.process.key for state in there]
@@ -555,9 +560,7 @@ class Launched:
 
 
 def _may_be_at(state: ProcessState, host: str) -> bool:
-    """Return whether a process may run on the host with an IP address; NCCL may know only a
-    loopback address.
-    """
+    """Return whether a process may run on `host`, an IP address. NCCL may know only a loopback address."""
     own = state.addresses
     return not own or host in own or host == "unknown" or host.startswith(("127.", "::1"))
 

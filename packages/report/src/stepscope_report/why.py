@@ -1,6 +1,6 @@
-"""Calls that wait for other calls, and calls that do not, from the states of processes at one moment.
+"""Search for the calls that hold other calls, in the states of processes at one moment.
 
-One file above 500 lines: the waits of a call are found from the same index of calls that ranks the culprits.
+This file has more than 500 lines, because waits are found and culprits are ranked by the same index of calls.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from stepscope_report.waiting import (
 )
 
 ENDED = "its process has ended"
-"""Beginning of the words about a worker that died."""
+"""Beginning of `Call.where` for a worker that died."""
 _NO_ANSWER = "no answer"
 _CIRCLE = 4
-"""Largest number of named calls that wait for each other."""
+"""Largest number of calls that are named if calls wait for each other."""
 _Site: TypeAlias = tuple[Job, str, Frame | None]
 _EDGES = 50
-"""If only its stack shows that a call waits, it is taken to wait for at most this many calls, the oldest
-ones."""
+"""Largest number of calls that a call is said to wait for if only its stack shows a wait. The oldest come
+first."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,33 +57,34 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     step_age_ns: int | None
     calls: tuple[Call, ...]
-    """The calls of all processes, the longest first."""
+    """The open calls. First the spans, the oldest first; then engines, Ray actors and processes."""
     culprits: tuple[int, ...]
-    """Indices of the calls that wait for no other call, or only for each other, the most likely culprit
-    first."""
+    """Indices in `calls` of the calls that wait for no other call, or only for each other. The most likely
+    culprit comes first."""
     circle: int = 0
-    """Number of the first culprits that wait for each other, or 0 if the first one waits for no call."""
+    """Number of calls at the beginning of `culprits` that wait for each other; 0 if the first waits for no
+    call."""
     held: int = 0
     """Number of calls that wait for the first culprit, directly or through others."""
     idle: tuple[str, ...]
-    """Processes in no call, with the place of their main thread."""
+    """Processes that are in no call, with the place of their main thread."""
     engines: tuple[str, ...]
-    """Engines and their queues."""
+    """Engines, with the state of their queues."""
     silent: tuple[str, ...]
     """Workers that did not answer."""
     fates: dict[str, str] = {}
-    """{one of `silent`: what is known of its process}."""
+    """{worker in `silent`: what is known about the worker's process}."""
     beside: tuple[str, ...] = ()
-    """Other threads in the process of the first culprit, one of which may hold what the culprit waits for."""
+    """Other threads in the process of the first culprit. One of them may hold what the culprit waits for,
+    such as a lock."""
 
 
 def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) -> Why:
-    """Find the calls that wait for each other in the states of processes, by carriers and by waits in their
-    stacks.
+    """Find which open calls wait for which, by the links of carriers and by the waits in stacks.
 
     Args:
         states: The states of at least one process.
-        fates: {key of a worker without an answer: what is known of its process}.
+        fates: {key of a worker that did not answer: what is known about the worker's process}.
     """
     answer = _Answer(states, fates or {})
     owner = answer.owner
@@ -109,7 +110,7 @@ def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) 
 
 
 def say_first(answer: Why) -> str:
-    """Return the call that holds the others, in one line."""
+    """Return one line about the first culprit, the call that holds the others."""
     first = answer.calls[answer.culprits[0]]
     if answer.circle:
         circle = [answer.calls[index] for index in answer.culprits[: min(answer.circle, _CIRCLE)]]
@@ -133,13 +134,13 @@ def _say_held(held: int, what: str) -> str:
 
 
 def say_held(states: Sequence[ProcessState]) -> str:
-    """Return the first line of the answer; empty without states or calls."""
+    """Return one line about the call that holds the others; empty without states or calls."""
     answer = why(states) if states else None
     return "" if answer is None or not answer.culprits else say_first(answer)
 
 
 class _Answer:
-    """The calls of all processes, and the calls that each one waits for."""
+    """The open calls of all processes, and the calls that each call waits for."""
 
     def __init__(self, states: Sequence[ProcessState], fates: Mapping[str, str]) -> None:
         self.states = states
@@ -157,12 +158,13 @@ class _Answer:
                     self._links[span.link.process, span.link.span].append((state.process.key, span.span))
         self._stacks: dict[tuple[str, int], Sequence[Frame]] = {}
         self._unlinked: dict[str, list[int]] = {}
-        """{process: calls of its workers that no known call waits for}."""
+        """{process: indices of its workers' calls that have no known caller}."""
         self._entered = Entered(states)
         self._launched = Launched(states, self.silent)
         self._jobs = jobs_of(states)
         self._peers: dict[Job, dict[int, ProcessState]] = defaultdict(dict)
-        """{job: {rank: state of its process}}. Empty if two processes have the same rank in the job."""
+        """{job: {rank: state of the rank's process}}. A job in which two processes have the same rank is left
+        out."""
         for job, own in grouped(states, lambda state: self._jobs[state.process.key]).items():
             if has_each_rank_once(own):
                 self._peers[job] = {rank: one for one in own if (rank := rank_of(one)) is not None}
@@ -170,7 +172,7 @@ class _Answer:
         found.sort(key=lambda call: -call.age_ns)
         self.calls = found
         self._inside: dict[_Site, set[int | None]] = defaultdict(set)
-        """{(job, collective, frame that called it): ranks in it}."""
+        """{(job, collective, frame that called the collective): ranks that are in it}."""
         for call in found:
             if call.collective is not None:
                 self._inside[self._site(call)].add(rank_of(self.processes[call.process].state))
@@ -193,7 +195,7 @@ class _Answer:
         collective = collective_of(frames)
         pending, missing = self._entered.awaited(process.state)
         if collective is None and missing and _is_of_main(process.state, span):
-            collective = pending.op if pending is not None else None  # a wait for the device, by another name
+            collective = pending.op if pending is not None else None  # the stack may wait for the device
         joined = pending if collective is not None else None
         holds = span.thread in process.blocked and process.blocked[span.thread] == span.span
         return Call(
@@ -218,7 +220,7 @@ class _Answer:
         )
 
     def _behind(self, key: str) -> Behind | None:
-        """Return the collectives in which a process is behind, by NCCL's count or torch's, or None."""
+        """Return the collectives in which a process is behind, by NCCL's counts, else by torch's, or None."""
         known = self.processes.get(key)
         by_torch = None if known is None else self._entered.behind(known.state)
         return self._launched.behind.get(key) or by_torch
@@ -228,7 +230,7 @@ class _Answer:
         return len(self.calls) - 1
 
     def _engine_calls(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield (process, indices of its engines that have work) for each process with engines."""
+        """Yield (process, indices of the calls of its loaded engines) for each process with engines."""
         for process in self.processes.values():
             engines = process.state.engines
             if engines:
@@ -237,7 +239,7 @@ class _Answer:
                 yield process.key, [self._add(engine_call(process.state, engine)) for engine in loaded]
 
     def _asks(self, process: Process, span: OpenSpan) -> bool:
-        """Return whether a span waits for an engine, by its own stack or by that of one of its tasks."""
+        """Return whether a span waits for an engine, by its own stack or by the stack of one of its tasks."""
         stacks = (self._stacks[process.key, span.span], *(t.frames for t in process.tasks_of[span.span]))
         return any(asks_engine(frames, span.role) for frames in stacks)
 
@@ -246,8 +248,8 @@ class _Answer:
             yield actor, [self._add(remote_call(call)) for call in calls]
 
     def _loop_holders(self) -> Iterator[tuple[tuple[str, int], int]]:
-        """Yield ((process, thread), index of the call, or of the code outside of calls, that blocks the
-        thread's event loop).
+        """Yield ((process, thread), index of the call that blocks the thread's event loop). If code outside
+        of calls blocks the loop, a call of the kind `process` stands for that code.
         """
         for process in self.processes.values():
             for thread, span in process.blocked.items():
@@ -258,7 +260,7 @@ class _Answer:
                     where = f"in no call: {say_where(frames)}"
                     yield (process.key, thread), self._add(_no_call(process.state, where, blocks=True))
 
-    # What a call waits for.
+    # The methods below find what a call waits for.
 
     def _waited_for(self, at: int) -> set[int]:
         call, process = self.calls[at], self.processes[self.calls[at].process]
@@ -308,8 +310,8 @@ class _Answer:
         return {at for key in called for at in (*self._of.get(key, ()), *self._actors.get(key, ()))}
 
     def _workers(self, call: Call, process: Process) -> Iterator[int]:
-        """Yield the calls of Ray's workers that began later than this one and that no known call waits for;
-        if there are none, yield the workers without an answer.
+        """Yield the calls of Ray workers that began after `call` and have no known caller; if there are none,
+        yield the workers that did not answer.
         """
         workers = process.state.workers.keys() or {
             key
@@ -343,13 +345,15 @@ class _Answer:
                 yield from self._calls_of(other.process.key)
 
     def _calls_of(self, key: str) -> Sequence[int]:
-        """Return the calls of a process, or the process itself if it is in no call or does not answer."""
+        """Return the indices of a process' calls. If the process is in no call, or does not answer, return a
+        call of the kind `process` that stands for it.
+        """
         known = self.processes.get(key)
         return [self._silent(key)] if known is None else self._of[key] or [self._idle(known.state)]
 
     def _lacks(self, call: Call, state: ProcessState) -> tuple[int, ...]:
-        """Return the ranks of the role that are not in the collective called at the same place; if all
-        answering ranks are, return the ranks that do not answer.
+        """Return the ranks of the job that are not in the collective that was called at the same place. If
+        all ranks that answered are in the collective, return the ranks that did not answer.
         """
         site, peers = self._site(call), self._peers[self._jobs[state.process.key]]
         if not peers:
@@ -390,16 +394,14 @@ class _Answer:
             self._at[key, 0] = self._add(idle)
         return self._at[key, 0]
 
-    # What holds the others.
+    # The methods below find the call that holds the others.
 
     def joined(self) -> Iterator[Call]:
         for call, edges in zip(self.calls, self.edges, strict=True):
             yield msgspec.structs.replace(call, waits_for=tuple(sorted(edges)))
 
     def culprits(self) -> tuple[list[int], int, int]:
-        """Return (calls that wait for no call or only for each other, the most likely culprit first; number
-        of the first ones if they wait for each other, else 0; number of calls that wait for the first).
-        """
+        """Return `Why.culprits`, `Why.circle` and `Why.held`."""
         for key in self.silent:
             if self._fates.get(key, "").startswith(ENDED):
                 self._silent(key)  # a dead worker comes first, even if no stack shows a wait for it
@@ -410,7 +412,7 @@ class _Answer:
         awaited = self._awaited_by_the_step()
         self._waited_by = set().union(*self.edges)
         for group in groups:
-            # First the call whose place differs, else the youngest: it went past the others' collective.
+            # First the call at the rarest place, then the youngest, which may have skipped a collective.
             places = {at: (self.calls[at].collective, self.calls[at].where) for at in group}
             same = Counter(places.values())
             group.sort(key=lambda at, places=places, same=same: (same[places[at]], self.calls[at].age_ns))  # type: ignore[misc]
@@ -420,10 +422,11 @@ class _Answer:
         return found, circle, self._held(groups[0]) if groups else 0
 
     def _rank(self, at: int, awaited: set[int]) -> tuple[bool, bool, int, bool, bool, bool, int]:
-        """Return the sort key of a culprit: dead workers, then stuck engines, then work, then waiting tasks,
-        then other waits and working engines, and last collectives without missing ranks. Within each, ranks
-        that are behind in collectives come first, then calls that the step waits for, then calls that any
-        call waits for.
+        """Return the sort key of a culprit.
+
+        The order is: dead workers, stuck engines, working calls, waiting tasks, other waits and engines, and
+        collectives without missing ranks. Within each of these, ranks that are behind in collectives come
+        first, then calls that the step waits for, then calls that any call waits for, then older calls.
         """
         call = self.calls[at]
         works = call.wait in (None, "process") and not call.waits and call.kind != "engine"
@@ -457,7 +460,7 @@ class _Answer:
         return seen
 
     def beside(self, culprit: int) -> Iterator[str]:
-        """Yield the threads of a call's process that run the user's code outside of calls."""
+        """Yield the threads of the culprit's process that run the user's code outside of calls."""
         call = self.calls[culprit]
         process = self.processes.get(call.process)
         if process is None or call.kind != "call":
@@ -496,10 +499,10 @@ def _main(state: ProcessState) -> str:
 
 
 def _components(edges: Sequence[AbstractSet[int]]) -> list[list[int]]:
-    """Return the groups of nodes that reach each other, by Tarjan's algorithm. A node alone is a group.
+    """Return the strongly connected components of a graph, by Tarjan's algorithm.
 
     Args:
-        edges: The nodes that each node leads to.
+        edges: The nodes that each node leads to, by the number of the node.
     """
     found: list[list[int]] = []
     order: dict[int, int] = {}

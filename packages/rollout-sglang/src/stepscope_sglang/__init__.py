@@ -1,14 +1,14 @@
 """Adapter for SGLang: starts and stops SGLang's profiler with a capture.
 
-`capture(engines=...)` finds this adapter by itself for an `sglang.Engine` or a TokenizerManager. Name a
-server with `SglangServer(url)`, an engine in a Ray actor with `RayRollout(actor, "sglang")`. The supported
-range of SGLang is the `engine` extra of this distribution. Nothing here imports sglang unless its user has
-imported it.
+`capture(engines=...)` finds this adapter for an `sglang.Engine` or a TokenizerManager. For a server, pass
+`SglangServer(url)`; for an engine in a Ray actor, `RayRollout(actor, "sglang")`. The `engine` extra of this
+distribution states the supported range of SGLang. Importing this package does not import sglang.
 
-    _driving      knows an engine's facts, and calls it in this process or over HTTP
+    _driving      reads an engine's facts, and calls an engine of this process
     _capture      holds the captures of one engine
     _engine_side  runs in SGLang's own processes
-    _files        reads what SGLang's profilers wrote
+    _files        reads the files of SGLang's profilers
+    _server       calls an engine over HTTP
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded on first use: their imports (asyncio, http) take 40 ms in a training process.
+    # The modules are loaded on first use, because their imports (asyncio, http) take 40 ms.
     if name not in _HOMES:
         raise AttributeError(f"module 'stepscope_sglang' has no attribute {name!r}")
     from importlib import import_module

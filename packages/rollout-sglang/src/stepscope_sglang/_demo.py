@@ -13,7 +13,7 @@ class SglangReplica(EngineReplica):
     environment = {  # noqa: RUF012  # a ClassVar of the base
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",  # the replicas share the machine with the rest of the demo
+        "OMP_NUM_THREADS": "1",  # the replicas share the CPUs with the rest of the demo
     }
 
     def build(self) -> None:
@@ -21,7 +21,7 @@ class SglangReplica(EngineReplica):
 
         self.engine: Any = sglang.Engine(
             model_path=self.model_path,
-            # SGLang's own Llama wants a kernel for its rotary positions, which a CPU need not have.
+            # SGLang's own Llama needs a kernel for rotary positions that may not exist for this CPU.
             model_impl="transformers",
             skip_tokenizer_init=True,
             device="cpu",
@@ -42,14 +42,14 @@ class SglangReplica(EngineReplica):
     async def reload(self) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        # Not Engine's method of that name: it runs the event loop, which runs already here.
+        # `Engine.update_weights_from_disk` cannot be used here, because it runs the running event loop.
         wanted = UpdateWeightFromDiskReqInput(model_path=self.model_path)
         done, why, *_ = await self.engine.tokenizer_manager.update_weights_from_disk(wanted, None)
         if not done:
             raise RuntimeError(f"SGLang did not load the new weights: {why}")
 
     async def answer(self, prompt: list[int], name: str, seed: int) -> tuple[list[int], Any]:
-        # Not the seed: SGLang heeds one only for deterministic inference, which takes other kernels.
+        # `seed` is not passed. SGLang uses a seed only for deterministic inference, with other kernels.
         sampling = {
             "max_new_tokens": task.TURN_TOKENS,
             "stop_token_ids": sorted(task.END_OF_TURN),

@@ -1,4 +1,4 @@
-"""SglangProfiler: an engine of this process, behind the contract of engine profilers."""
+"""SglangProfiler: the `EngineProfiler` of an SGLang engine in this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from stepscope_sglang._driving.target import EngineFacts, Target, counters_here
 class SglangProfiler(ReplicaProfiler):
     """Profiler of an `sglang.Engine` in this process, or of the TokenizerManager that an RL framework uses.
 
-    The schedulers are other processes, which record themselves.
+    The engine's schedulers are other processes, and each records itself.
     """
 
     def __init__(self, engine: Engine | TokenizerManager, *, replica: int | None = None) -> None:
@@ -50,7 +50,7 @@ class SglangProfiler(ReplicaProfiler):
 
     @property
     def facts(self) -> EngineFacts:
-        """Return the engine's facts. Raises EngineError if the object is no engine of a known kind."""
+        """Return the engine's facts. Raises EngineError if the object is not a known kind of engine."""
         return self._target.facts()
 
     @property
@@ -58,17 +58,18 @@ class SglangProfiler(ReplicaProfiler):
         return self.facts.world_size
 
     def counters(self) -> Sequence[CounterSource]:
-        """Return the engine's counters. They are empty unless it was built with `enable_metrics=True`.
+        """Return the engine's counters. Without `enable_metrics=True`, only the number of unfinished requests
+        has values.
 
-        Of several engines in this process, each has the counters of its schedulers alone, because SGLang sums
-        those of the front ends.
+        If there are several engines in this process, only the counters of the engine's schedulers are read,
+        because SGLang sums the counters of all front ends in a process.
         """
         manager, facts, pids = weakref.ref(self._target.manager), self.facts, self._target.pids()
 
         def read() -> dict[str, float]:
             requests = getattr(manager(), "rid_to_state", None)
             unfinished = {} if requests is None else {UNFINISHED: float(len(requests))}
-            # without metrics of its own, those here are of another engine of this process
+            # If this engine keeps no metrics, the metrics in this process belong to another engine.
             own = counters_here(None if is_only_engine() else pids) if facts.metrics else {}
             return {**own, **unfinished}
 
@@ -90,7 +91,7 @@ class SglangProfiler(ReplicaProfiler):
         try:
             yield
         finally:
-            if self._target.waited_until == until:  # not a later caller's
+            if self._target.waited_until == until:  # else a later caller has set another time
                 self._target.waited_until = 0.0
 
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
@@ -113,7 +114,7 @@ class SglangProfiler(ReplicaProfiler):
 
 
 class SglangFactory(EngineFactory):
-    """Adapter `sglang`: recognises engines and TokenizerManagers by the names of their classes."""
+    """Adapter `sglang`. Recognises engines and TokenizerManagers by the names of their classes."""
 
     distributions = ("sglang",)
 
@@ -121,8 +122,8 @@ class SglangFactory(EngineFactory):
         return _is(engine, "Engine", "sglang.srt.entrypoints.") or _is_manager(engine)
 
     def owned(self) -> Sequence[object]:
-        """Return the engines of this process; if there are none, its TokenizerManagers (of a server in this
-        process).
+        """Return the engines of this process; if there are none, the TokenizerManagers of a server that runs
+        in this process.
         """
         if "sglang.srt.managers.tokenizer_manager" not in sys.modules:
             return ()
@@ -147,7 +148,8 @@ def _is_manager(engine: object) -> bool:
 
 
 def _is(engine: object, name: str, module: str) -> bool:
-    # By name: to find out must not import sglang. `type`, not `__class__`: a proxy's may do anything.
+    # Compared by name, because this check must not import sglang. `type` is used because the `__class__` of a
+    # proxy may run any code.
     return any(kind.__name__ == name and kind.__module__.startswith(module) for kind in type(engine).__mro__)
 
 

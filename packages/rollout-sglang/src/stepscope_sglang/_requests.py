@@ -14,8 +14,7 @@ Fact: TypeAlias = str | int | float
 
 _PHASES = ("queue", "prefill", "decode")
 _SLACK_S = 0.05
-"""Largest difference, between a request's arrival and its end, by which the wall clock may have been
-corrected."""
+"""Largest correction of the wall clock that is tolerated between a request's arrival and its end."""
 
 _COUNTS = {
     "prompt_tokens": "prompt_tokens",
@@ -27,7 +26,7 @@ _COUNTS = {
 
 
 class TimedSpan(Protocol):
-    """The part of the results of `span`, `turn` and `trajectory` that is used."""
+    """The methods of the results of `span`, `turn` and `trajectory` that `record_request` calls."""
 
     def set(self, **attrs: Fact) -> None: ...
 
@@ -35,15 +34,15 @@ class TimedSpan(Protocol):
 
 
 def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
-    """Record on the span around a request how the engine spent its time.
+    """Record on the span around a request how the engine spent the request's time.
 
-    The span gets `request_facts` as attributes. It also gets child spans `queue`, `prefill` and `decode` of
-    role `rollout`, with the engine's times.
+    The span gets `request_facts` as attributes, and the child spans `queue`, `prefill` and `decode` of role
+    `rollout`, with the engine's times.
 
     Args:
-        span: The turn or span that made the request and waited for it, still open.
-        answer: As for `request_facts`. Without `enable_metrics`, or if the engine's wall clock is not this
-            host's, only attributes are recorded.
+        span: The open turn or span that made the request and waited for its result.
+        answer: As for `request_facts`. If the engine runs without `enable_metrics`, or on a host with another
+            wall clock, the span gets attributes and no child spans.
     """
     span.set(**request_facts(answer))
     stamps = _stamps_here(_meta_info(answer))
@@ -52,7 +51,7 @@ def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
 
 
 def request_facts(answer: Mapping[str, object]) -> dict[str, Fact]:
-    """Return the attributes that tell how one request spent its time: `turn.set(**request_facts(answer))`.
+    """Return how one request spent its time, as attributes: `turn.set(**request_facts(answer))`.
 
     Args:
         answer: The answer of `generate`, `async_generate` or POST /generate to one prompt, or its

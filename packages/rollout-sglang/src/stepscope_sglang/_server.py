@@ -1,4 +1,4 @@
-"""SglangServer: the profiler of a replica behind HTTP, through `/start_profile` and `/stop_profile`."""
+"""SglangServer: the `EngineProfiler` of a replica behind HTTP, by `/start_profile` and `/stop_profile`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from stepscope_sglang._engine_side.states import rpd_in, v2_in
 _ASK_S = 10.0
 
 _REPLY_S = 600.0
-"""Timeout of a stop, which is answered when the files are written; the server does nothing else meanwhile
-(108 s were seen)."""
+"""Timeout of a stop. The server answers when the files are written, and does nothing else until then (up to
+108 s were measured)."""
 
 _NO_REASON = (b"", b"Internal Server Error")
-"""Texts of SGLang's answers with status 500 that give no reason, in all versions that were run."""
+"""Bodies of SGLang's answers with status 500 that give no reason, in all tested versions."""
 
 
 class ServerTarget:
-    """One SGLang server.
+    """The target of a capture if the engine is an SGLang server.
 
-    SGLang answers 500, without a reason, both when it refuses a request and when it fails. If an answer gives
-    a reason (a proxy's, or a newer version's), the reason is used.
+    SGLang answers 500 without a reason both if it refuses a request and if it fails. If an answer has a
+    reason, from a proxy or a newer version, the reason is used.
     """
 
     remote = True
@@ -50,7 +50,7 @@ class ServerTarget:
         self._server = server
         self.engine: object = server.url
         self.known: EngineFacts | None = None
-        """The server's facts, or None before they were requested."""
+        """The server's facts, or None before the server was asked for them."""
 
     def facts(self) -> EngineFacts:
         if self.known is None:
@@ -98,8 +98,8 @@ class ServerTarget:
     def _refuse_router(self) -> None:
         """Raise EngineError if the server is a router.
 
-        A router answers `/get_server_info` like a server, and does not pass on requests for profiling
-        (sglang_router 0.3.2: 404).
+        A router answers `/get_server_info` as a server does, but answers 404 to requests for profiling
+        (sglang_router 0.3.2).
         """
         try:
             behind = workers_of(self._server.url, headers=self._server.headers, timeout_s=_ASK_S)
@@ -111,10 +111,10 @@ class ServerTarget:
         )
 
     def _expect_done(self, path: str, answer: Answer, usual: str) -> None:
-        """Raise an error unless the answer is 200.
+        """Raise an error unless the status is 200.
 
         Args:
-            usual: The usual reason for a refusal, for a 500 without a reason.
+            usual: Reason to assume for a status 500 without a reason.
         """
         if answer.status == 500:
             unsaid = answer.body in _NO_REASON
@@ -135,15 +135,16 @@ class ServerTarget:
 
 
 class SglangServer(ReplicaProfiler):
-    """Profiler of an SGLang server, or of the several that make up one replica (prefill and decode servers).
+    """Profiler of an SGLang server, or of several servers that are one replica (prefill and decode servers).
 
     The servers write the files, so they must share a disk with this process.
     """
 
     def __init__(self, *urls: str, api_key: str | None = None, replica: int | None = None) -> None:
         """Args:
-            urls: `http://host:port` of each server of the replica, not of a router.
-            api_key: Key that is sent as `Authorization: Bearer`; the admin key if the server has one.
+            urls: `http://host:port` of each server of the replica. A router's URL is refused.
+            api_key: Key to send as `Authorization: Bearer`. If the servers have an admin key, pass the admin
+                key.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
 
         Raises:
@@ -156,7 +157,7 @@ class SglangServer(ReplicaProfiler):
 
     @classmethod
     def behind(cls, router: str, *, api_key: str | None = None) -> list[SglangServer]:
-        """Return one replica for each server behind a router. Asks the router, and blocks.
+        """Return one profiler for each server behind a router. Asks the router, and blocks.
 
         Raises:
             EngineError: the router does not name its servers.
@@ -166,7 +167,7 @@ class SglangServer(ReplicaProfiler):
 
     @property
     def world_size(self) -> int | None:
-        """Return the sum of the servers' sizes, or None before they were requested."""
+        """Return the sum of the servers' sizes, or None before all servers were asked for their facts."""
         known = [engine.known for engine in self._engines]
         sizes = [facts.world_size for facts in known if facts is not None]
         return sum(sizes) if len(sizes) == len(known) else None

@@ -1,4 +1,4 @@
-"""Version of SGLang, and the options of its profiler. The only module that compares versions.
+"""Versions of SGLang, and the options of its profiler. This is the only module that compares versions.
 
 The versions were found in the wheels of 0.5.3 to 0.5.23; `tests/test_wheels.py` checks them.
 """
@@ -32,7 +32,7 @@ SINCE = {
     "profile_id": "0.5.15",
     "detailed_annotations": "0.5.19",
 }
-"""{option of a start: the first version that has it}."""
+"""{option of `start_profile`: the first version that has the option}."""
 
 XPU_SINCE = "0.5.10"
 PLUGINS_SINCE = "0.5.11"
@@ -40,23 +40,23 @@ PLUGINS_SINCE = "0.5.11"
 STEPS_NAMED_SINCE = "0.5.11"
 """First version whose traces name forward passes: `step[EXTEND ...]`, `step[DECODE ...]`."""
 SCOPED_BATCHES_SINCE = "0.5.14"
-"""First version in which `run_batch`, during which one stage's profile ends and the next begins, is a
-`record_function`."""
+"""First version in which `run_batch` is a `record_function`. The profiles of stages end and begin inside
+`run_batch`."""
 DP_ATTENTION_SINCE = "0.5.10"
-"""First version with working starts under DP attention. Before, a start reaches one of several schedulers and
-is never answered."""
+"""First version whose profiler starts under DP attention. In older versions, a start reaches one of several
+schedulers and is never answered."""
 DECODE_SERVER_BY_STAGE_SINCE = "0.5.21"
-"""First version with working captures by stage of a decode server. Before, its placeholder batches kill the
-scheduler."""
+"""First version in which a decode server survives captures by stage. In older versions, its placeholder
+batches kill the scheduler."""
 MANY_CAPTURES = ("0.5.13", "0.5.17")
 """First and last version in which the fifth to fourteenth capture killed the scheduler (with torch 2.13)."""
 
 
 class Dialect(NamedTuple):
-    """The form of a start for one TokenizerManager."""
+    """The form of the call that starts the profiler of one TokenizerManager."""
 
     as_object: bool
-    """True if a start takes a `ProfileReq` (0.5.15 and later), False if it takes keywords."""
+    """True if `start_profile` takes a `ProfileReq` (0.5.15 and later), False if it takes keywords."""
     options: frozenset[str]
 
 
@@ -72,7 +72,7 @@ def may_crash_soon(version: str | None) -> bool:
 
 
 def installed() -> str | None:
-    """Return the version of sglang in this process, or None if it is not installed as a distribution."""
+    """Return the version of the sglang in this process, or None if it is not installed as a distribution."""
     module = sys.modules.get("sglang")
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
@@ -93,10 +93,10 @@ def check(version: str | None) -> None:
 
 
 def dialect_of(start_profile: Callable[..., object]) -> Dialect:
-    """Read the dialect from the signature of `TokenizerManager.start_profile`.
+    """Return the dialect that the signature of `TokenizerManager.start_profile` shows.
 
     Raises:
-        EngineError: the signature is neither of the two known ones.
+        EngineError: the signature is unknown.
     """
     names = frozenset(inspect.signature(start_profile).parameters)
     if "req" in names:
@@ -113,7 +113,7 @@ def profile_request() -> Callable[..., object]:
     """Return the class `ProfileReq` of the sglang in this process."""
     import importlib
 
-    module = importlib.import_module("sglang.srt.managers.io_struct")  # there: a TokenizerManager is
+    module = importlib.import_module("sglang.srt.managers.io_struct")  # imported by each TokenizerManager
     return cast(Callable[..., object], module.ProfileReq)
 
 
@@ -126,7 +126,7 @@ def fields_of(kind: object) -> frozenset[str]:
 
 
 def options_of(version: str | None) -> frozenset[str]:
-    """Return the options of a server of this version according to `SINCE`, because a server does not show its
-    signature.
+    """Return the options of `start_profile` in a version, according to `SINCE`. Used for servers, because a
+    server does not show its options.
     """
     return frozenset(option for option, since in SINCE.items() if not older(version, since))

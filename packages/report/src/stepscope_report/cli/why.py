@@ -1,6 +1,6 @@
-"""`stepscope why`: the calls that a run is in right now, and the call that the others wait for.
+"""`stepscope why`: the open calls of a run right now, and the call that the others wait for.
 
-Modules that read steps on disk are imported where they are used, because importing them takes longer than the
+Modules that read steps on disk are imported where they are used, because their import takes longer than the
 answer of a live run.
 """
 
@@ -60,8 +60,8 @@ def why(
 
 
 def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
-    """Return the states of all processes that answer in time. Return early if every expected process has
-    answered.
+    """Return the states of all processes that answer within `wait_s`. Return early if every expected process
+    has answered.
     """
     with closing(Question(layout)) as question:
         return _answers(question, wait_s)
@@ -73,7 +73,7 @@ def _answers(question: Question, wait_s: float) -> list[ProcessState]:
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
-    """Return the step lines of the newest run that recorded some. Empty if there is none."""
+    """Return the step lines of the newest run that has step lines; empty if there is none."""
     runs = recorded_runs(layout.root)
     return read_step_lines(layout.step_lines(next(iter(runs)))) if runs else []
 
@@ -85,10 +85,10 @@ def _usual(layout: RunLayout, step: int | None) -> str:
 
 
 def say_median(compared: int, steps: int) -> str:
-    """Return the kind of median as text: `median of the last 50`, or `median of 12 of its kind`.
+    """Return which steps a median is of, as text: `median of the last 50`, or `median of 12 of its kind`.
 
     Args:
-        compared: Number of steps of which the median is.
+        compared: Number of steps in the median.
         steps: Number of all recorded steps of the run.
     """
     every = compared == min(steps, COMPARED)
@@ -99,7 +99,7 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     """Yield the answer for a terminal.
 
     Args:
-        usual: Text on the usual duration of a step, or empty.
+        usual: Text about the usual duration of a step, or empty.
     """
     step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
     age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
@@ -138,7 +138,7 @@ def _waiting(answer: Why) -> Iterator[str]:
 
 
 def _show_last_step(run: Path, json: bool) -> None:
-    """Show how the last step on disk ended, and end the command by an exception in every case."""
+    """Show how the last step on disk ended. Always end the command by an exception."""
     from stepscope_report.sections.health import say_ended, say_span, step_health
     from stepscope_report.timeline import load_step
 

@@ -1,5 +1,4 @@
-"""Abilities of an engine: the activities that its device can record, and the captures that its schedulers
-survive.
+"""Abilities of an engine: which activities its device can record, and which captures are safe.
 
 Captures by stage, and captures of pipelines, may kill a scheduler.
 """
@@ -33,7 +32,8 @@ def recorded_activities(capture: EngineCapture, facts: EngineFacts, ignored: dic
         ignored: Receives the reasons for the activities that are left out.
 
     Raises:
-        EngineError: no activity can be recorded, or `extra.activities` has one that cannot.
+        EngineError: no activity can be recorded, or `extra.activities` has an activity that the engine cannot
+            record.
     """
     taken, reasons = [], []
     for activity in capture.activities:
@@ -98,8 +98,8 @@ def _further(capture: EngineCapture, facts: EngineFacts) -> list[str]:
 
 
 def lacks_plugin(facts: EngineFacts, states: Sequence[object]) -> bool:
-    """Return whether captures may kill schedulers of this pipeline, because they have not loaded the
-    plugin.
+    """Return whether the engine is a pipeline whose schedulers have not loaded stepscope's plugin, so that
+    captures may kill them.
     """
     return facts.pp > 1 and not all_show(states, SENDS_QUIET)
 
@@ -124,15 +124,15 @@ def _what_pipelines_take(facts: EngineFacts, states: Sequence[object]) -> str:
 
 
 def stages_end_in_scopes(facts: EngineFacts) -> bool:
-    """Return whether SGLang stops one stage's profile and starts the next one inside of an open scope.
+    """Return whether SGLang stops one stage's profile and starts the next profile inside an open scope.
 
-    That scope is a `record_function`, or that of a send between pipeline ranks.
+    The scope is a `record_function`, or a send between pipeline ranks.
     """
     return facts.pp > 1 or not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
 
 
 def why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
-    """Return the reason why captures by stage are not possible, or None if they are."""
+    """Return the reason why the engine cannot be captured by stage, or None if it can."""
     if facts.speculative:
         return "with speculative decoding SGLang's stages do not end, or kill the scheduler"
     since = _versions.DECODE_SERVER_BY_STAGE_SINCE

@@ -1,4 +1,4 @@
-"""The opening of a recording: checks of the engine, the start request, and whether that arrived in time."""
+"""The start of a recording: checks of the engine, the plan, and whether the start came too late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _warned: set[str] = set()
 
 
 def check_facts(facts: EngineFacts) -> None:
-    """Raise EngineError for an engine that cannot be recorded at all. Warn of an engine that may die."""
+    """Raise EngineError for an engine that cannot be recorded at all. Warn about an engine that may die."""
     _versions.check(facts.version)
     expect_first_profiler(facts, ())
     if facts.device == "npu":
@@ -50,24 +50,24 @@ def check_facts(facts: EngineFacts) -> None:
 
 
 def check_options(capture: EngineCapture, facts: EngineFacts) -> dict[str, str]:
-    """Return the options of a capture that have no effect, for an engine whose schedulers show their whole
-    state.
+    """Return {option: reason} for the options of a capture that have no effect, before the schedulers are
+    asked for their state. All schedulers are assumed to have the plugin.
 
     Raises:
-        EngineError: even such an engine cannot record this capture. The message has the reason.
+        EngineError: the engine cannot record this capture even with the plugin. The message has the reason.
     """
     return plan(capture, facts, ({COUNT: 0, SCOPES_END: True, SENDS_QUIET: True, ALONE: True},)).ignored
 
 
 def warn(text: str) -> None:
-    """Log a warning, once in each process."""
+    """Log a warning. The same warning is logged once in each process."""
     if text not in _warned:
         _warned.add(text)
         log.warning("stepscope: %s", text)
 
 
 def prepared(target: Target, capture: EngineCapture, label: str | None) -> Recording:
-    """Plan a recording, without starting the profiler or making the folder.
+    """Return a planned recording. The profiler is not started, and the folder is not made.
 
     Raises:
         EngineError: the engine cannot record this capture. The message has the reason.
@@ -100,7 +100,7 @@ def _states(target: Target, capture: EngineCapture, facts: EngineFacts) -> Seque
     except EngineError:
         if later or not capture.profiler:
             raise
-        return ()  # an engine that does not answer counts as one without our plugin
+        return ()  # an engine that does not answer is treated like an engine without the plugin
 
 
 def note_late_start(recording: Recording, target: Target) -> None:
@@ -108,7 +108,7 @@ def note_late_start(recording: Recording, target: Target) -> None:
     first = recording.plan.request["start_step"]
     try:
         begun = max(counts_in(target.states()), default=0)
-    except Exception as error:  # of any library: it is armed, and its end shows the rest
+    except Exception as error:  # from any library; the recording has begun, so an error must not end it
         recording.ignored["iterations.start"] = (
             f"whether recording began later than at pass {first} is not known: "
             f"{type(error).__name__}: {error}"

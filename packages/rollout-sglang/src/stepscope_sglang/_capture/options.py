@@ -1,11 +1,11 @@
-"""Options of a capture, turned into a request to SGLang: applied, reported, or refused.
+"""Conversion of a capture's options into a request to SGLang. The functions have no side effects.
 
-Options that would kill or corrupt an engine are refused here. Functions here have no effects.
+Options that would kill or corrupt an engine are refused.
 
-Every capture is armed for the next forward pass and never started at once: `start_step` is 1, which SGLang
-raises to "the next". So a profile that other code is running gives an error and is not replaced silently.
-Time in which the scheduler waits for work is not recorded. And `num_steps` is correct in every version: if
-started at once, versions before 0.5.16 record one pass too few.
+No capture starts at once. Each capture is armed to start with the next forward pass, by `start_step=1`, which
+SGLang raises to the number of the next pass. This has three advantages. If other code already runs a profile,
+the start raises an error and does not silently replace the profile. The time before the next pass is not
+recorded. And `num_steps` is correct in every version: a start at once records one pass too few before 0.5.16.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from stepscope_sglang._engine_side.states import (
 )
 
 UNBOUNDED = 1 << 30
-"""The `num_steps` of a capture by stage without a count.
-
-Without any number, the next forward pass kills the scheduler.
-"""
+"""`num_steps` for a capture by stage without a count. If `num_steps` were absent, the next forward pass would
+kill the scheduler."""
 _STAGES_BEGIN = "by stage SGLang records from the first pass of each stage on"
 _OURS = {
     "output_dir": "save_path",
@@ -48,28 +46,28 @@ _OURS = {
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to an engine, and the options that are left out of it."""
+    """A request to an engine, and the options of the capture that the request leaves out."""
 
     request: dict[str, object]
     """Fields of the request, without `output_dir`."""
     start: int
-    """Number of iterations to skip first; 0 for a capture by stage, which cannot skip any."""
+    """Number of iterations to skip first; 0 for a capture by stage, which cannot skip iterations."""
     count: int | None
-    """Number of iterations after which the engine stops by itself (of each stage, for a capture by stage);
-    None without limit."""
+    """Number of iterations after which the engine stops by itself, or None for no limit. For a capture by
+    stage, the number of iterations of each stage."""
     by_stage: bool
     merged: bool
     """True if SGLang also writes one file with all ranks."""
     ignored: dict[str, str]
-    """{option of the capture: reason why it is left out}"""
+    """{option of the capture: reason why the request leaves it out}"""
 
 
 def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = ()) -> Plan:
-    """Plan the request for an engine.
+    """Return the request for an engine.
 
     Args:
-        states: State of each data-parallel scheduler, used for captures by stage, and if `iterations.start`
-            is above 0.
+        states: State of each data-parallel scheduler. Needed for captures by stage, for captures without the
+            profiler, and if `iterations.start` is above 0.
 
     Raises:
         EngineError: the engine cannot record this capture. The message has the reason.
@@ -104,7 +102,8 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
 
 
 def _plan_of_passes(capture: EngineCapture, facts: EngineFacts, states: Sequence[object]) -> Plan:
-    """Return a plan whose profile never begins: the plugin notes the passes from its request on.
+    """Return a plan for a capture that notes passes without a profile. The plugin notes passes from the
+    request on, and keeps the profile from beginning.
 
     Raises:
         EngineError: a scheduler lacks the plugin, or no passes are wanted.
@@ -131,7 +130,7 @@ def _plan_of_passes(capture: EngineCapture, facts: EngineFacts, states: Sequence
 def expect_first_profiler(facts: EngineFacts, states: Sequence[object]) -> None:
     """Raise EngineError for an engine with SGLang's second profiler.
 
-    Only a start by stage works there. Every other call kills the scheduler, and so does the stop.
+    With that profiler, only a start by stage works. Any other start, and every stop, kills the scheduler.
     """
     if facts.profile_v2 or v2_in(states):
         raise EngineError(
@@ -169,7 +168,7 @@ def _window(
 
 
 def _count(states: Sequence[object], start: int) -> int:
-    """Return the number of the first forward pass to record, because SGLang expects an absolute number."""
+    """Return the absolute number of the first forward pass to record, as SGLang expects it."""
     passes = counts_in(states)
     if not passes:
         raise EngineError(
@@ -185,7 +184,7 @@ def _count(states: Sequence[object], start: int) -> int:
 
 
 def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> dict[str, object]:
-    """Return the options of `extra` that are passed on, which are parameters of the engine's start."""
+    """Return the options of `extra` to pass on to the engine's start."""
     passed: dict[str, object] = {}
     for option, value in capture.extra.items():
         if option == "activities":
@@ -207,9 +206,9 @@ def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str])
 
 
 def _expect_usable(option: str, value: object) -> None:
-    """Raise EngineError for a value that SGLang accepts and then fails with.
+    """Raise EngineError for a value with which SGLang would fail later.
 
-    SGLang accepts any value. With a wrong one, its scheduler later dies, or starts recording at once.
+    SGLang accepts any value. With a wrong value, the scheduler dies later, or starts recording at once.
     """
     allowed: str | None = None
     if option == "start_step" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

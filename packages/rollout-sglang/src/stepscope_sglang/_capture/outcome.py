@@ -1,7 +1,7 @@
-"""The end of a recording, read from its files: its cause, and whether the recording is complete.
+"""The cause of a recording's end, and whether the recording is complete, as its files show.
 
-SGLang does not report the cause: a stop after the end of a recording, and one before its start, get the same
-answer.
+SGLang does not report the cause. Its answer to a stop is the same if the recording has already ended and if
+the recording has not begun.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from stepscope_sglang._files.capture_folder import CaptureFolder, Content, File,
 
 State: TypeAlias = Literal["armed", "stopped", "by itself", "by others", "unused"]
 """
-armed       SGLang records from the next forward pass
-stopped     our stop ended the recording
-by itself   SGLang had reached the count before
-by others   somebody else had stopped it before
-unused      no forward pass came: nothing was recorded, and nothing is missing
+armed       SGLang records from the next forward pass on
+stopped     stepscope's stop ended the recording
+by itself   the recording had reached its count before the stop
+by others   other code had stopped the recording before the stop
+unused      no forward pass ran, so nothing was recorded and no file is missing
 
-A recording leaves `armed` once, for one of the others.
+A recording changes its state once, from `armed` to one of the others.
 """
 
 
@@ -38,28 +38,27 @@ class Recording:
 
     capture: EngineCapture
     label: str | None
-    """Text that tells this engine's files from those of other engines of the replica; None if there is only
-    one engine."""
+    """Text in the file names that distinguishes the engines of a replica; None if there is one engine."""
     remote: bool
     """True if the engine is not a child of this process."""
     facts: EngineFacts
     plan: Plan
     folder: CaptureFolder
     ignored: dict[str, str]
-    """{option or part that is absent: reason}"""
+    """{option without effect, or missing part: reason}"""
     passes_before: tuple[int, ...]
     """Number of forward passes that each scheduler had begun before the start; empty if unknown."""
     state: State = "armed"
     expired: str | None = None
-    """Reason why stepscope stopped the engine before the end of the capture, or None."""
+    """Reason why stepscope stopped the profiler before the end of the capture, or None."""
     failure: str | None = None
-    """Reason why the engine may still be writing, or will never write again; None if it stopped normally."""
+    """Error of the stop, after which the engine may still be writing or is dead; None if the stop worked."""
     opened: ClockAnchor | None = None
     closed: ClockAnchor | None = None
     states: Sequence[object] = ()
-    """States of the schedulers after the end."""
+    """States of the schedulers after the end of the recording; empty if unknown."""
     published: list[TraceName] = field(default_factory=list)
-    """Names of the files that were published so far."""
+    """Names of the files that have been published."""
 
     @property
     def is_bounded(self) -> bool:
@@ -68,7 +67,7 @@ class Recording:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the engine ran no forward pass, so that no file is missing."""
+        """Return whether the engine ran no forward pass. A recording without files is then complete."""
         if self.state != "unused" or self.failure is not None:
             return False
         if self.plan.start > 0:
@@ -77,20 +76,21 @@ class Recording:
 
     @property
     def ran_without_stages(self) -> bool:
-        """Return whether the engine is known to have run passes without the start of any stage's recording.
+        """Return whether the engine is known to have run passes in a capture by stage.
 
-        Such an engine refuses the stop (with 500). Idle passes of attention data-parallel are no stage.
+        If it ran passes and no stage's recording began, the engine refuses the stop (with 500). Return False
+        with DP attention, because its idle passes belong to no stage.
         """
         before, now = self.passes_before, counts_in(self.states)
         return self.plan.by_stage and not self.facts.dp_attention and () not in (before, now) and now > before
 
     def files(self) -> list[File]:
-        """Return the recording's files; after a failure, only the complete ones."""
+        """Return the recording's files; after a failure, only the complete files."""
         files = self.folder.files()
         return files if self.failure is None else [file for file in files if self.folder.is_complete(file)]
 
     def stamps(self) -> list[Stamp]:
-        """Return the times at which the schedulers' profilers started and wrote."""
+        """Return the times in which the schedulers' profilers started and wrote."""
         return stamps_in(self.states, str(self.folder.path))
 
 
@@ -99,7 +99,7 @@ _ONE_AT_A_TIME = "SGLang ends the recording of prefill when decoding begins"
 
 
 def has_stopped_by_itself(recording: Recording) -> bool:
-    """Return whether all files that SGLang writes when it stops by itself are there and complete."""
+    """Return whether the recording has ended at its count, because all files exist and are complete."""
     files, world_size = recording.files(), recording.facts.world_size
     stages: tuple[Stage | None, ...] = ("prefill", "decode") if recording.plan.by_stage else (None,)
     for stage in stages:
@@ -111,10 +111,10 @@ def has_stopped_by_itself(recording: Recording) -> bool:
 
 
 def state_before_stop(recording: Recording) -> State:
-    """Return the state of a recording that had ended before stepscope stopped it.
+    """Return the state of a recording that had ended, or had not begun, before stepscope's stop.
 
-    If there are several data-parallel schedulers, only the first one's answer is known; the others may have
-    run fewer passes.
+    If there are several data-parallel schedulers, only the answer of the first scheduler is known; the other
+    schedulers may have run fewer passes.
     """
     files = recording.files()
     if not files:
@@ -148,7 +148,7 @@ def ended_by(recording: Recording) -> Ended | None:
 
 
 def why_truncated(recording: Recording, content: Content) -> str | None:
-    """Return the reason why a file ends before the capture although the engine went on, or None."""
+    """Return the reason why a file ends before the capture although the engine ran on, or None."""
     if not content.complete:
         return "SGLang did not finish writing it"
     if recording.state != "by others":
@@ -163,7 +163,7 @@ def why_truncated(recording: Recording, content: Content) -> str | None:
 def note(recording: Recording, content: Content, stage: Stage | None) -> str | None:
     """Return a note about a complete file, or None.
 
-    If more iterations ran than were recorded, that is in `ignored` instead.
+    If the file lacks iterations that the engine ran, `recording.ignored` says so instead.
     """
     if recording.state == "by others":
         over = _passes_since(recording, content) == 0
@@ -214,15 +214,15 @@ def _stopped_by_others(recording: Recording, content: Content) -> str:
 
 
 def _passes_since(recording: Recording, content: Content) -> int | None:
-    """Return the number of forward passes after the end of a file's recording, or None if unknown."""
+    """Return the number of forward passes since the end of a file's recording, or None if unknown."""
     counts = counts_in(recording.states)
     stamps = [stamp for stamp in recording.stamps() if stamp.doing == "writing" and stamp.pid == content.pid]
     return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None
 
 
 def _passes_of(recording: Recording, stage: Stage | None) -> int | None:
-    """Return the number of passes of a stage during the capture, by the engine's own counter, or None if it
-    shows none.
+    """Return the number of passes of a stage during the capture, by the engine's own counter, or None if
+    unknown.
     """
     shown = [stages for stages in stages_in(recording.states) if stages is not None]
     return shown[0].get(stage) if stage is not None and len(shown) == 1 else None

@@ -1,4 +1,4 @@
-"""Artifacts of one recording: its files, with ranks and sidecars, in the capture's folder."""
+"""Publication of one recording: move its files to the capture's folder, with ranks and sidecars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepscope_sglang._engine_side.states import counts_in, why_not_shown
 from stepscope_sglang._files.capture_folder import Content, File, Stage, TraceName
 
 DECODE_MIN = "SGLANG_PROFILE_BY_STAGE_DECODE_MIN_BS"
-"""Number of requests at which the stage of decoding begins to be recorded (0.5.20 and later)."""
+"""Variable with the number of requests at which SGLang begins to record the decode stage (from 0.5.20 on)."""
 _IDLE = "the engine ran no forward pass during the capture"
 
 
@@ -64,8 +64,8 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
 
 
 def publish_late(recording: Recording, *, wanted: bool) -> bool:
-    """Publish files that were written since the end, or remove them if they are unwanted. Return whether more
-    may come.
+    """Publish files that were written after the end of the recording, or remove them if they are not wanted.
+    Return whether more files may come.
     """
     recording.ignored.pop(LATE, None)
     folder = recording.folder
@@ -119,17 +119,17 @@ def _is_wanted(recording: Recording, name: TraceName, content: Content) -> bool:
 
 def _rank(recording: Recording, name: TraceName, content: Content) -> int | None:
     if recording.label is not None or name.kind == "merged_trace":
-        return None  # several servers make up the replica, and nothing says in which order
+        return None  # the replica has several servers, whose order is unknown
     return rank_of(name, content, recording.facts, recording.capture.replica)
 
 
 def rank_of(name: TraceName, content: Content, facts: EngineFacts, replica: int) -> int | None:
-    """Return the global rank of the GPU.
+    """Return the global rank of the process that wrote a trace.
 
     Return None if the name lacks an axis that the engine has, or contradicts the content.
 
-    SGLang numbers its processes pp-major, `pp * tp_size + tp`, in each data-parallel copy of the model; with
-    attention data-parallel the dp ranks are among the tp ranks.
+    SGLang numbers the processes of each data-parallel copy of the model as `pp * tp_size + tp`. With DP
+    attention, the dp ranks are a part of the tp ranks.
     """
     at = name.topology
     tp, pp, dp = at.get("tp"), at.get("pp", 0), at.get("dp", 0)
@@ -154,14 +154,14 @@ def _note_absent_ranks(recording: Recording, files: list[File]) -> None:
 
 
 def _stage(recording: Recording, file: File, content: Content, files: list[File]) -> Stage | None:
-    """Return the stage in a file's name, unless its content shows another one.
+    """Return the stage of a trace: from the file's name, unless the content shows another stage.
 
-    When requests come and go, SGLang closes the decode trace under the name of the prefill one.
+    If requests come and go, SGLang may give the decode trace the name of a prefill trace.
     """
     if not recording.plan.by_stage or not file.is_trace:
         return None
     stage = file.name.stage
-    if stage is None:  # our stop came first; it was decode if a prefill trace exists
+    if stage is None:  # stepscope stopped the recording; its stage was decode if a prefill trace exists
         names = [*recording.published, *(other.name for other in files)]
         has_prefill = any(name.topology == file.name.topology and name.stage == "prefill" for name in names)
         stage = "decode" if has_prefill else "prefill"
@@ -177,7 +177,7 @@ def _stage(recording: Recording, file: File, content: Content, files: list[File]
 def _take(recording: Recording, file: File, content: Content, stage: Stage | None) -> Artifact:
     final = _final_path(recording, file.path.name)
     file.path.rename(final)
-    note = outcome.note(recording, content, stage)  # it may add to what is ignored
+    note = outcome.note(recording, content, stage)  # may add to `recording.ignored`
     facts, name, merged = recording.facts, file.name, file.name.kind == "merged_trace"
     named = not _versions.older(facts.version, _versions.STEPS_NAMED_SINCE)
     return publish(

@@ -1,4 +1,4 @@
-"""The profiler of a replica: the common part of SglangProfiler and SglangServer."""
+"""The common base class of SglangProfiler and SglangServer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work)))
 
-    # Differences between the kinds of replicas.
+    # Subclasses override the methods below.
 
     @abstractmethod
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
@@ -88,14 +88,14 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
         """Return a context manager in which the caller waits for work on the profiler's thread."""
         return nullcontext()
 
-    def _prepare(self) -> None:  # only some kinds have to
-        """Prepare a start on the caller's event loop, if the kind of engine needs that."""
+    def _prepare(self) -> None:  # not abstract, because only some subclasses need it
+        """Prepare a start on the caller's event loop, if the engine needs it."""
 
     def _later(self, work: Callable[[], None]) -> None:
         """Submit `work` to the profiler's thread once the engine can be reached."""
         self._thread.submit(work)
 
-    # On the thread.
+    # The methods below run on the profiler's thread.
 
     def _open(self, capture: EngineCapture) -> list[Session]:
         self._sessions = []

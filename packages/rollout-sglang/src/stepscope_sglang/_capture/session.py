@@ -1,11 +1,12 @@
-"""One capture on one engine, from the start of its profiler to the files that are left, however it ends.
+"""One capture of one engine, from the start of its profiler to the published files.
 
-A start that waits for its forward pass cannot be cancelled in SGLang: it would begin later and never end. So
-if such a start may be waiting, a recording is started and stopped at once, which replaces it.
+SGLang cannot cancel a start that waits for its forward pass: the recording would begin later and never end.
+So if a start may be waiting, stepscope starts a short recording, which replaces the waiting start, and stops
+the short recording at once.
 
-A stop is answered by the first pipeline rank. The other ranks write after that, and die if their folder is
-gone. So no folder is removed before the whole pipeline has written, and none after a stop that failed. Files
-that are written later are published by the next capture of this process, or at its end.
+Only the first pipeline rank answers a stop. The other ranks write after the answer, and die if their folder
+is gone. So no folder is removed until the whole pipeline has written, and none after a stop that failed. The
+next capture of this process, or the end of the process, publishes files that are written later.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ log = logging.getLogger("stepscope")
 _owed: deque[Session] = deque(maxlen=16)
 """Sessions whose files may still come, because their stops failed, or not all ranks of a pipeline wrote in
 time. Writers: `owe` and `hand_in_late`, under `_entering`.
-
-Writers: `owe` and `hand_in_late`, under `_entering`.
 """
 _entering = threading.RLock()
 _PATIENCE_S = (5.0, 30.0)
@@ -42,7 +41,7 @@ _PATIENCE_S = (5.0, 30.0)
 _PIPELINE_S = 300.0
 """Longest wait for the later ranks of a pipeline after the first rank's answer."""
 _SCRAP: Mapping[str, object] = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
-"""The short recording that replaces a start that waits."""
+"""Options of the short recording that replaces a waiting start."""
 
 
 class Session:
@@ -56,20 +55,20 @@ class Session:
         self.recording = recording
         self.patience_s = _PATIENCE_S[target.remote]
         self.unstopped = False
-        """True if the engine may still record for this session: its stop failed, and no start was accepted
-        since."""
+        """True if the engine may still record for this session, because the stop failed, and no start was
+        accepted since then."""
         self._unwanted = False
-        """True if the capture was given up; its files are then deleted."""
+        """True if the capture was given up, so that its files are deleted."""
         self._left = False
-        """True if a rank may still write, which would die if it found no folder."""
+        """True if a rank may still write. The folder is kept, because the rank would die without it."""
 
-    # The start.
+    # The start of the recording.
 
     def open(self) -> None:
         """Start the engine's profiler, which records from the next forward pass on.
 
         Raises:
-            EngineError: the start was refused, here or by the engine. Nothing will be recorded.
+            EngineError: stepscope or the engine refused the start, so nothing will be recorded.
         """
         recording = self.recording
         recording.folder.make(open_to_all=recording.remote)
@@ -102,10 +101,10 @@ class Session:
             session.unstopped = False
 
     def _stop_again(self, target: Target) -> None:
-        """Repeat a stop that failed: the engine still records for this session.
+        """Repeat a stop that failed, because the engine still records for this session.
 
         Args:
-            target: The engine, as the session that starts now calls it.
+            target: The target of the session that starts now.
         """
         recording = self.recording
         try:
@@ -118,10 +117,10 @@ class Session:
         wait_until(lambda: bool(recording.files()), self.patience_s)
         hand_in_late()
 
-    # The end.
+    # The end of the recording.
 
     def expire(self, reason: str) -> None:
-        """End the recording before the end of the capture."""
+        """End the recording before the end of the capture, unless it has ended."""
         recording = self.recording
         if recording.state == "armed":
             recording.expired = reason
@@ -131,18 +130,18 @@ class Session:
                 self._fail(error)
 
     def end(self) -> None:
-        """Stop the engine's recording, and make sure that no start is left waiting."""
+        """Stop the engine's recording, and make sure that no start keeps waiting in the engine."""
         recording = self.recording
         if recording.state != "armed":
             return
         if not recording.capture.profiler:
-            recording.state, self._left = "unused", False  # no profile began, and none waits
+            recording.state, self._left = "unused", False  # no profile has begun or waits
             return
-        recording.state = "stopped"  # also where the next line raises: there is no second stop
+        recording.state = "stopped"  # set before anything raises, because there must be no second stop
         if recording.is_bounded and outcome.has_stopped_by_itself(recording):
             recording.state = outcome.state_before_stop(recording)
             return
-        self._left = True  # also where the next line raises: it may be writing all the same
+        self._left = True  # set before the stop, because the engine may write even if the stop raises
         try:
             self.target.stop()
         except RefusedError:
@@ -150,13 +149,13 @@ class Session:
         except EngineDiedError:
             self._left = False
             raise
-        self._left = recording.facts.pp > 1  # until all of them are seen to have written
+        self._left = recording.facts.pp > 1  # until all pipeline ranks have written
         recording.closed = read_anchor()
         if not outcome.has_stopped_by_itself(recording):
             self._disarm()
 
     def close(self) -> list[Artifact]:
-        """Return the complete artifacts. If the engine fails at its stop, return those that are complete.
+        """Stop the recording, and return its artifacts. If the stop fails, return only complete artifacts.
 
         Raises:
             EngineError: nothing was recorded. The message has the reason.
@@ -185,12 +184,12 @@ class Session:
         """End the recording and delete its files.
 
         Raises:
-            EngineError: the stop failed. The session is then kept for late files, like one that was closed.
+            EngineError: the stop failed. The session is then kept, so that late files are deleted too.
         """
         self._unwanted = True
         try:
             self.end()
-            if self.recording.failure is not None:  # the stop at its deadline failed
+            if self.recording.failure is not None:  # the stop by `expire` failed
                 raise EngineError(self.recording.failure)
             self._wait()
         except EngineError as error:
@@ -203,7 +202,9 @@ class Session:
                 owe(self)
 
     def hand_in(self) -> bool:
-        """Publish files that were written since the close. Return whether more may come."""
+        """Publish files that were written after `close`, or delete them after `drop`. Return whether more may
+        come.
+        """
         recording = self.recording
         self._left = publish_late(recording, wanted=not self._unwanted)
         if not self._left:
@@ -216,13 +217,13 @@ class Session:
         self.unstopped = True
 
     def _disarm(self) -> None:
-        """Replace any start that still waits in the engine by a short recording, which is stopped."""
+        """Replace a start that may still wait in the engine by a short recording, which is then stopped."""
         recording = self.recording
         if outcome.is_disarmed(recording):
             return
         folder = recording.folder.path
         scrap = CaptureFolder(folder.with_name(f"{folder.name}{SCRAP}"))
-        used = False  # by a scheduler, which dies if it finds no folder
+        used = False  # True while a scheduler may write to `scrap`; it would die without the folder
         try:
             scrap.make(open_to_all=self.target.remote)
             used = True
@@ -238,9 +239,9 @@ class Session:
                 scrap.remove()
 
     def _wait(self) -> None:
-        """Wait until the files are complete or the time is up, because a shared disk may lag."""
+        """Wait until the files are complete, or until `patience_s`, because a shared disk may lag."""
         recording = self.recording
-        if recording.state == "unused" and not recording.files():  # nor did a pass begin it behind our stop
+        if recording.state == "unused" and not recording.files():  # no pass has started a late recording
             self._left = False
             return
         wait_until(
@@ -250,16 +251,16 @@ class Session:
         self._await_pipeline(recording.folder, recording.files)
 
     def _await_pipeline(self, folder: CaptureFolder, files: Callable[[], list[File]]) -> None:
-        """Wait for the later ranks of a pipeline, which stop after the first rank has answered."""
+        """Wait for the files of all pipeline ranks, because only the first rank answers the stop."""
         pp = self.recording.facts.pp
         if pp > 1:
             self._left = not wait_until(lambda: folder.are_of_all_ranks(files(), pp), _PIPELINE_S)
 
     def _ask_schedulers(self) -> None:
-        """Request the schedulers' times and counts, which they show only with the plugin."""
+        """Ask the schedulers for their times and counts, which only the plugin shows."""
         recording = self.recording
         if not _versions.older(recording.facts.version, _versions.PLUGINS_SINCE):
-            with suppress(Exception):  # of any library: what is not shown is derived from the files
+            with suppress(Exception):  # from any library; without states, the files are used alone
                 recording.states = self.target.states(self.patience_s)
 
     def _remove_folder(self) -> None:
@@ -268,7 +269,7 @@ class Session:
 
 
 def owe(session: Session) -> None:
-    """Keep a session, whose files the next capture, or the end of this process, publishes."""
+    """Keep a session until its files are published by the next capture or at the end of this process."""
     with _entering:
         if not _owed:
             atexit.unregister(hand_in_late)

@@ -1,1 +1,1 @@
-"""Engines under capture: their facts, and calls to them in this process or over HTTP."""
+"""Facts of an engine, and calls to the engine in this process."""

@@ -1,9 +1,9 @@
-"""The target of a capture that is an engine of this process.
+"""The target of a capture if the engine is in this process.
 
-The engine is called through its TokenizerManager, which belongs to the event loop that used it first. On
-another loop, a call sends its request and never gets the answer. After a cancelled call, every later call
-hangs (up to 0.5.15) or gets a wrong answer (later versions). So calls run on that loop, and a thread waits
-for the end of each call.
+The engine is called through its TokenizerManager, which belongs to the event loop that used it first. A call
+on another loop never gets an answer. After a call is cancelled, every later call hangs (up to 0.5.15) or gets
+a wrong answer (later versions). So calls run on the TokenizerManager's loop, and a thread waits until each
+call has ended.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from stepscope_sglang._driving.target import EngineDiedError, EngineFacts, facts
 from stepscope_sglang._engine_side.states import RPD_LIBRARY, profile_v2
 
 _LOOK_S = 0.5
-"""Interval at which a wait for an answer checks whether the engine still lives."""
+"""Interval at which stepscope checks whether an engine that does not answer is still alive."""
 
 
 _MOMENT_S = 0.05
-"""Time for which the event loop of a waiting caller is run at once."""
+"""Time for which `run_for_a_moment` runs the event loop of a waiting caller."""
 _SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
 _settings: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
-"""Cache of `settings_of`, its only writer."""
+"""{TokenizerManager: result of `settings_of`}. One writer: `settings_of`."""
 _managers: WeakSet[object] = WeakSet()
-"""The TokenizerManagers of this process that were met. One writer: `InProcessTarget`."""
+"""The TokenizerManagers that a profiler was made for in this process. One writer: `InProcessTarget`."""
 
 
 class TokenizerManager(Protocol):
-    """The part of sglang's TokenizerManager that is used."""
+    """The part of sglang's TokenizerManager that stepscope uses."""
 
     server_args: Any
 
@@ -48,7 +48,7 @@ class TokenizerManager(Protocol):
 
 
 class Engine(Protocol):
-    """The part of `sglang.Engine` that is used."""
+    """The part of `sglang.Engine` that stepscope uses."""
 
     @property
     def tokenizer_manager(self) -> TokenizerManager: ...
@@ -68,7 +68,8 @@ class InProcessTarget:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
         self.waited_until = 0.0
-        """Monotonic time until which a caller waits for stepscope and does not run the event loop itself."""
+        """Monotonic time until which a synchronous caller waits for stepscope. Until then, stepscope may run
+        the caller's event loop."""
 
     def facts(self) -> EngineFacts:
         if self._facts is None:
@@ -93,8 +94,8 @@ class InProcessTarget:
         """Find the loop that owns the TokenizerManager.
 
         Args:
-            running: The loop of the code that starts a capture, which will own a TokenizerManager that was
-                never used. None for synchronous code.
+            running: The loop of the code that starts a capture, or None for synchronous code. This loop will
+                own the TokenizerManager if the TokenizerManager was never used.
 
         Raises:
             EngineError: no loop is known.
@@ -126,17 +127,17 @@ class InProcessTarget:
         return answer if isinstance(answer, list) else ()
 
     def pids(self) -> list[int]:
-        """Return the engine's processes; none if they are not known from those of another engine here."""
+        """Return the process ids of the engine; empty if they cannot be told from another engine's."""
         tell = getattr(self._engine, "get_all_child_pids", None)  # absent before 0.5.12
         if tell is not None:
             return pass_socket.below(tell())
         return pass_socket.below([os.getpid()]) if is_only_engine() else []
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
-        """Call `then` as soon as the owning loop runs.
+        """Call `then` as soon as the TokenizerManager's loop runs.
 
-        Synchronous code runs that loop only while it generates, and fails if stepscope runs the loop at that
-        moment.
+        Synchronous code runs the loop only while it generates, and its call fails if stepscope already runs
+        the loop.
         """
         loop = self._loop
         if loop is None or loop.is_closed():
@@ -172,7 +173,7 @@ class InProcessTarget:
         schedulers = [] if tell is None else list(tell())
         until = time.monotonic() + patience_s
         while not answer.done():
-            if time.monotonic() > until:  # it is answered later, and nobody listens: it is not cancelled
+            if time.monotonic() > until:  # the call is not cancelled, and its late answer is dropped
                 raise EngineError("the engine does not answer now")
             if time.monotonic() > self.waited_until or not run_for_a_moment(loop, answer):
                 wait([answer], _LOOK_S)
@@ -185,7 +186,7 @@ class InProcessTarget:
 
 
 def is_only_engine() -> bool:
-    """Return whether one engine of this process was met, and no more."""
+    """Return whether a profiler was made for exactly one engine of this process."""
     return len(_managers) == 1
 
 
@@ -200,8 +201,8 @@ def _lives(pid: int) -> bool:
 def settings_of(manager: Any) -> Mapping[str, object]:
     """Return the resolved arguments of a TokenizerManager.
 
-    Newer versions keep the resolved arguments apart from the given ones. Resolving 500 arguments takes 5 ms
-    of CPU, so the result is cached; the arguments that a capture needs never change.
+    Newer versions keep the resolved arguments apart from the given arguments. Resolving 500 arguments takes
+    5 ms of CPU, so the result is cached. The arguments that a capture needs never change.
     """
     known = _settings.get(manager)
     if known is None:
@@ -211,7 +212,7 @@ def settings_of(manager: Any) -> Mapping[str, object]:
 
 
 def switched_off() -> frozenset[str]:
-    """Return the environment variables of this process that switch an option of the profiler off."""
+    """Return the variables in this process' environment that switch an option of the profiler off."""
     off = ("0", "false", "no", "n")
     return frozenset(name for name in _SWITCHES if os.environ.get(name, "").lower() in off)
 
@@ -219,7 +220,7 @@ def switched_off() -> frozenset[str]:
 def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
     """Run the loop for a moment, or until the answer is there. Return False if the loop is already running.
 
-    Only for a moment, because the loop belongs to the caller, who needs it as soon as the wait ends.
+    The loop runs only for a moment, because its owner needs it as soon as the wait ends.
     """
     if loop.is_running():
         return False
@@ -237,6 +238,6 @@ def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) ->
     try:
         loop.call_soon_threadsafe(loop.call_later, _MOMENT_S, end)
         loop.run_until_complete(over)
-    except RuntimeError:  # somebody else began to run it, or closed it
+    except RuntimeError:  # another thread began to run the loop, or closed it
         return False
     return True

@@ -28,12 +28,12 @@ SETTINGS: Mapping[Knob, tuple[str, bool]] = {
     "prefix_caching": ("disable_radix_cache", False),
     "tensor_parallel": ("tp_size", True),
 }
-"""{knob: (field of `ServerArgs`, value that turns it on)}."""
+"""{knob: (field of `ServerArgs`, value that turns the knob on)}."""
 
 
 _ASK_S = 10.0
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Variable, set by SGLang, with the folder in which its processes keep their metrics."""
+"""Variable, set by SGLang, that names the folder in which SGLang's processes keep their metrics."""
 _NAMES = {
     "sglang:num_running_reqs": metrics.RUNNING,
     "sglang:num_queue_reqs": metrics.WAITING,
@@ -48,7 +48,7 @@ _NAMES = {
     "sglang_token_usage": KV_CACHE,
     "sglang_cache_hit_rate": metrics.HITS,
 }
-"""{name on the page `/metrics`, then names in `/v1/loads`: name of the counter}."""
+"""{SGLang's name: name of the counter}. First the names on the page `/metrics`, then those of `/v1/loads`."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str | None
     options: frozenset[str]
-    """Options that a start of the engine's profiler accepts."""
+    """Options that the start of the engine's profiler accepts."""
     device: str
     tp: int
     dp: int
@@ -64,18 +64,18 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: bool
     """True if the data-parallel ranks share the GPUs of the tensor-parallel ranks."""
     sleep_on_idle: bool
-    """True if an idle scheduler sleeps; otherwise it spins, and every turn is recorded."""
+    """True if an idle scheduler sleeps. Otherwise it polls for requests, and a trace contains every poll."""
     speculative: bool
     disaggregation: str | None
-    """`prefill` or `decode` for a server that does only one of these; else None."""
+    """`prefill` or `decode` for a server that does only this; None for an engine that does both."""
     metrics: bool
     """True if the engine's answers contain times."""
     forced_off: frozenset[str] = frozenset()
     """Options that the engine's environment switches off."""
     profile_v2: bool = False
-    """True if the engine is known to run SGLang's second profiler (SGLANG_PROFILE_V2)."""
+    """True if the engine is known to use SGLang's second profiler (SGLANG_PROFILE_V2)."""
     rpd: bool | None = None
-    """True if the library of the activity RPD is installed where the engine runs; None if unknown."""
+    """True if the engine's environment has the library for the activity RPD; None if unknown."""
 
     @property
     def world_size(self) -> int:
@@ -124,7 +124,7 @@ def facts_of(
 
 
 def settings_of(settings: Mapping[str, object]) -> dict[Knob, Named]:
-    """Return the settings that advice may name. Settings that this version lacks are left out."""
+    """Return the settings that advice may suggest to change, except those that this version lacks."""
     named: dict[Knob, Named] = {}
     for knob, (field, better) in SETTINGS.items():
         value = settings.get(field)
@@ -139,7 +139,7 @@ def _size(settings: Mapping[str, object], name: str) -> int:
 
 
 def counters(page: str) -> dict[str, float]:
-    """Return the counters on a page. Every prompt token counts as looked up in SGLang's prefix cache."""
+    """Return the counters on a page of metrics. SGLang looks up every prompt token in its prefix cache."""
     values = metrics.read_page(page, _NAMES)
     if metrics.PROMPT_TOKENS in values and metrics.PREFIX_HITS in values:
         values[metrics.PREFIX_QUERIES] = values[metrics.PROMPT_TOKENS]
@@ -147,10 +147,10 @@ def counters(page: str) -> dict[str, float]:
 
 
 def counters_here(pids: Collection[int] | None) -> dict[str, float]:
-    """Read the counters of this process' engines; empty if they keep no metrics (`enable_metrics`).
+    """Return the counters of this process' engines; empty without `enable_metrics`.
 
     Args:
-        pids: The processes whose counters are read; None for all that share the folder of metrics.
+        pids: Ids of the processes whose counters are read; None for all processes in the folder of metrics.
     """
     if "prometheus_client" not in sys.modules or _FOLDER not in os.environ:
         return {}
@@ -165,7 +165,7 @@ def counters_here(pids: Collection[int] | None) -> dict[str, float]:
 
 
 class _Merged:
-    """Metrics that were merged from files, in the form of a Prometheus registry."""
+    """Metrics merged from files, with the interface of a Prometheus registry."""
 
     def __init__(self, metrics: Iterable[Any]) -> None:
         self._metrics = metrics
@@ -195,32 +195,35 @@ class RefusedError(EngineError):
 
 
 class AlreadyRecordingError(RefusedError):
-    """The engine refused a start because its profiler runs."""
+    """The engine refused a start because its profiler already runs."""
 
 
 ALREADY_RECORDING = "already in progress"
-"""SGLang's own words when it refuses a start because its profiler runs."""
+"""Part of SGLang's message when it refuses a start because its profiler already runs."""
 
 
 def refusal(message: str, reason: str) -> RefusedError:
-    """Return the error `message` for a request that SGLang refused for `reason`, which is in SGLang's
-    words.
+    """Return the error for a request that SGLang refused.
+
+    Args:
+        message: Text of the error.
+        reason: SGLang's own message, which decides the class of the error.
     """
     kind = AlreadyRecordingError if ALREADY_RECORDING in reason else RefusedError
     return kind(message)
 
 
 class Target(Protocol):
-    """An engine that can be recorded: one in this process, or one behind HTTP.
+    """An engine that can be recorded, in this process or behind HTTP.
 
-    Its methods block. They are called on the thread of the profiler that owns the target.
+    The methods block. They are called on the thread of the profiler that owns the target.
     """
 
     remote: bool
-    """True if the engine is not a child of this process: it may belong to another user, or run on another
-    host."""
+    """True if the engine is not a child of this process, so that it may belong to another user or run on
+    another host."""
     engine: object
-    """Identity of the engine: two targets of the same engine have equal values."""
+    """Identity of the engine. Targets of the same engine have equal values."""
 
     def facts(self) -> EngineFacts: ...
 
@@ -232,7 +235,7 @@ class Target(Protocol):
         """Stop the profiler, and return when the files are written.
 
         Raises:
-            RefusedError: nothing is being recorded.
+            RefusedError: the profiler does not run.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Notes of forward passes in SGLang's schedulers: of a capture, or the latest ones for the flight recorder.
+"""Notes of forward passes in SGLang's schedulers, for captures and for the flight recorder.
 
-A capture asks for them with a file in its folder (`ASK`), because a profile's request has no room for it. The
-notes go on when the profile has reached its count. They end at the first question for the scheduler's state
-after a file `END` came. The flight recorder asks over a socket (`stepscope.engines.pass_socket`).
+A capture asks for notes by the file `ASK` in its folder, because SGLang's request has no field for them. The
+notes go on after the profile has reached its count. They end when the scheduler is asked for its state and
+finds the file `END`. The flight recorder asks over a socket (`stepscope.engines.pass_socket`).
 """
 
 from __future__ import annotations
@@ -24,42 +24,43 @@ from stepscope.engines.passes import PassLog, PassRing
 from stepscope.files.passes import PassKind
 
 ASK, END = ".stepscope-passes", ".stepscope-passes-end"
-"""Files in a capture's folder: the number of passes to note, and the end of the capture."""
+"""Names of files in a capture's folder. `ASK` contains the number of passes to note. `END` marks the end of
+the capture."""
 SCRAP = "-scrap"
-"""End of the name of the folder of a recording that replaces a start which waits."""
+"""Suffix of the folder of the short recording that replaces a waiting start (`_capture.session`)."""
 ALONE = ".stepscope-passes-alone"
-"""File in the folder of a capture for which no profile shall begin."""
+"""Name of a file in a capture's folder that keeps the profile from beginning."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _notes: Notes | None = None
 """The notes of this process' scheduler, or None. Writers: `_note` and `_leave`."""
 _ring: PassRing | None = None
 """The passes that are kept for the flight recorder, or None if it has not asked. One writer: `keep`."""
 _lock = threading.Lock()
-"""Held while the notes begin and end: `keep` runs on another thread than the scheduler's."""
+"""Lock that is held while notes begin and end, because `keep` does not run on the scheduler's thread."""
 
 
 class _Weights:
-    """The updates of the weights of this process' scheduler since it was made."""
+    """The weight updates of this process' scheduler since the scheduler was made."""
 
     def __init__(self) -> None:
         self.updates = 0
         self._at_pass: int | None = None
         self._stale: str | None = None
-        """Version that SGLang still states, and that was that of weights before the last update; or None."""
+        """Version that SGLang still states although it is from before the last update, or None."""
 
     def update(self, at_pass: int, stated: str | None) -> None:
-        """Count an update. Updates without a forward pass between them, such as those of buckets, count once.
+        """Count an update. Updates without a forward pass in between, as of buckets of weights, count as one.
 
         Args:
             at_pass: Number of passes that the scheduler has begun.
-            stated: Version of the weights that the request for the update states, or None.
+            stated: Version of the weights in the request for the update, or None.
         """
         self.updates += at_pass != self._at_pass
         self._at_pass = at_pass
         self._stale = _stated() if stated is None else None
 
     def version(self) -> str | None:
-        """Return the version as set in SGLang, or None if it was never set, or not since the last update."""
+        """Return the version of the weights that was set in SGLang since the last update, or None."""
         version = _stated()
         return None if version == self._stale else version
 
@@ -68,28 +69,30 @@ _weights = _Weights()
 
 
 def update(scheduler: Any, request: Any) -> None:
-    """Count an update of the weights, which SGLang has done for a request."""
+    """Count an update of the weights that SGLang has made because of `request`."""
     _weights.update(scheduler.forward_ct, getattr(request, "weight_version", None))
     if _notes is not None:
         _notes.log.update()
 
 
 def begin(scheduler: Any, folder: Path) -> None:
-    """Note the passes of a scheduler for the capture of a folder, if the capture asks for it. Earlier notes
-    are dropped, but for those of a capture whose waiting start a short recording replaces.
+    """Note the passes of a scheduler for the capture of a folder, if the capture asks for notes.
+
+    Earlier notes are dropped. But if the folder belongs to a short recording that replaces a waiting start,
+    the capture's notes go on.
     """
     if _notes is not None and _notes.folder is not None and folder.name == f"{_notes.folder.name}{SCRAP}":
         return
     with _lock:
         _leave()
-        with suppress(OSError, ValueError):  # it does not ask
+        with suppress(OSError, ValueError):  # the capture does not ask for notes
             most = int((folder / ASK).read_text())
             if _is_first(scheduler):
                 _note(scheduler, PassLog(most), folder)
 
 
 def end() -> None:
-    """Write the notes of a capture if it has ended, on a thread."""
+    """Write the notes of a capture on a thread, if the capture has ended."""
     notes = _notes
     if notes is None or notes.folder is None or not (notes.folder / END).exists():
         return
@@ -102,14 +105,14 @@ def end() -> None:
 
 
 def _note(scheduler: Any, log: PassLog, folder: Path | None) -> None:
-    """Note passes in a log from now on. Called on the scheduler's thread."""
+    """Note passes in `log` from now on. Called on the scheduler's thread."""
     global _notes
     _notes = _notes or Notes(scheduler, log)
     _notes.log, _notes.folder = log, folder
 
 
 def _leave() -> None:
-    """End the notes of a capture, if there are any; the flight recorder's go on."""
+    """End the notes of a capture, if there are any. Notes for the flight recorder go on."""
     global _notes
     if _notes is not None and _ring is not None:
         _notes.log, _notes.folder = _ring, None
@@ -124,15 +127,15 @@ def keep(scheduler: Any, memory_mb: int) -> None:
     with _lock:
         if _ring is None:
             _ring = PassRing(memory_mb)
-            if _notes is None:  # else they are a capture's, after which `_leave` turns to the ring
+            if _notes is None:  # else a capture notes passes, and `_leave` will turn to the ring
                 scheduler.run_batch = partial(_run_first, scheduler, _ring, scheduler.run_batch)
 
 
 def _run_first(scheduler: Any, ring: PassRing, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Run a pass, and begin the notes with it: on the scheduler's thread it is known which passes' results
-    are still to come.
+    """Begin the notes, and run the first noted pass. Notes begin on the scheduler's thread, because only this
+    thread knows which passes have not had their results yet.
     """
-    with _lock, suppress(Exception):  # another version may keep it elsewhere
+    with _lock, suppress(Exception):  # another version may have other attributes
         vars(scheduler).pop("run_batch", None)
         if _notes is None and _is_first(scheduler):
             _note(scheduler, ring, None)
@@ -141,7 +144,7 @@ def _run_first(scheduler: Any, ring: PassRing, run: Callable[..., Any], *args: A
 
 
 def kept(scheduler: Any, start_ns: int) -> bytes | None:
-    """Return a copy of the kept passes since `start_ns` (unix ns), or None if none are kept."""
+    """Return a packed copy of the kept passes since `start_ns` (unix ns), or None if none are kept."""
     if _ring is None or not _is_first(scheduler):
         return None
     return _ring.copy(start_ns, _number(scheduler, "dp_rank")).packed()
@@ -153,8 +156,8 @@ def are_alone(folder: Path) -> bool:
 
 
 def _is_first(scheduler: Any) -> bool:
-    """Return whether this scheduler represents its engine: all tensor and pipeline ranks run the same
-    passes.
+    """Return whether this scheduler notes the passes of its engine. One scheduler is enough, because all
+    tensor and pipeline ranks run the same passes.
     """
     return not any(_number(scheduler, name) for name in ("attn_tp_rank", "attn_cp_rank", "pp_rank"))
 
@@ -169,7 +172,7 @@ def _number(scheduler: Any, name: str) -> int:
 
 
 class _Launched(NamedTuple):
-    """A pass that was launched and whose results have not been processed."""
+    """A pass that was launched, but whose results have not been processed."""
 
     began_ns: int
     kind: PassKind
@@ -182,19 +185,19 @@ class _Launched(NamedTuple):
 
 
 class Notes:
-    """Notes of the passes. Everything runs on the scheduler's thread."""
+    """Notes the passes of a scheduler by replacing its methods. They run on the scheduler's thread."""
 
     def __init__(self, scheduler: Any, log: PassLog) -> None:
         self.scheduler, self.log = scheduler, log
         self.folder: Path | None = None
-        """Folder of the capture that the notes are for, or None between captures."""
+        """Folder of the capture that wants the notes, or None between captures."""
         self._launched: deque[_Launched | None] = deque()
         self._retracted: list[str] = []
         self._ended_ns = 0
-        vars(scheduler).pop("run_batch", None)  # the one that waits for a pass to begin notes
+        vars(scheduler).pop("run_batch", None)  # remove `_run_first`
         self._run, self._process = scheduler.run_batch, scheduler.process_batch_result
         self._enqueue = scheduler._add_request_to_queue
-        # In an overlapped loop, results of passes from before are still to come.
+        # In an overlapped loop, the results of earlier passes are still to come.
         self._launched.extend(None for _ in getattr(scheduler, "result_queue", ()))
         scheduler.run_batch, scheduler.process_batch_result = self.run, self.process
         scheduler._add_request_to_queue = self.enqueue
@@ -211,7 +214,7 @@ class Notes:
         return self._enqueue(request, is_retracted, *args, **kw)
 
     def run(self, batch: Any, *args: Any, **kw: Any) -> Any:
-        with suppress(Exception):  # another version may keep it elsewhere, and the scheduler would die
+        with suppress(Exception):  # another version may have other attributes; an error kills the scheduler
             self._launched.append(self._launch(batch))
         return self._run(batch, *args, **kw)
 
@@ -265,8 +268,8 @@ class Notes:
 
 
 def _stated() -> str | None:
-    """Return the version of the weights as set in SGLang (from 0.5.23), or None if it was never set."""
-    with suppress(Exception):  # earlier versions keep it in another process
+    """Return the version of the weights that was set in SGLang (from 0.5.23 on), or None if none was set."""
+    with suppress(Exception):  # earlier versions keep the version in another process
         version = sys.modules[_SCHEDULER].get_serving().weight_version
         return None if version in (None, "default") else str(version)
     return None
@@ -284,7 +287,9 @@ def _kind(batch: Any) -> PassKind:
 
 
 def _kv_use(scheduler: Any) -> float | None:
-    """Return the part of the KV cache that requests use, without what is only cached; None if unknown."""
+    """Return the fraction of the KV cache that running requests use, without prefixes that are only cached;
+    None if unknown.
+    """
     with suppress(Exception):  # hybrid models have several pools
         total = scheduler.max_total_num_tokens
         free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()

@@ -1,13 +1,12 @@
 """Plugin in SGLang's own processes: schedulers count their forward passes and survive captures by stage.
 
-SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of the packages beside it, in each of
-its processes. It has hooks for changes (`sglang/srt/plugins/hook_registry.py`), and two are used: the
-construction of a scheduler, and its answer to a question for the internal state. Nothing is added to a
-forward pass that is not recorded. Starts and stops of its profiler are timed, because a scheduler serves
-nothing meanwhile.
+SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of all installed packages, in each of
+its processes. The plugin hooks two functions by `sglang/srt/plugins/hook_registry.py`: the construction of a
+scheduler, and the scheduler's answer to a request for its internal state. A forward pass that is not recorded
+is not changed. Starts and stops of the profiler are timed, because the scheduler serves nothing meanwhile.
 
-By stage, SGLang stops one profile and starts the next inside of `run_batch`, which is a `record_function`
-since 0.5.14. `stepscope.backends.torch.record_function_scopes` makes that safe.
+In a capture by stage, SGLang stops one profile and starts the next inside `run_batch`, which is a
+`record_function` since 0.5.14. `stepscope.backends.torch.record_function_scopes` makes that safe.
 """
 
 from __future__ import annotations
@@ -66,19 +65,19 @@ _METHODS: Mapping[str, Doing] = {
     "stop_profile": "writing",
 }
 _stamps: deque[dict[str, object]] = deque(maxlen=64)
-"""Times of the profiler that are shown under the key `RECORDINGS`. One writer: `_timed`."""
+"""The `Stamp`s that are shown under the key `RECORDINGS`. One writer: `_timed`."""
 _INITS = ("_init_profile", "init_profile")
-"""Methods that take a profile's folder."""
+"""Names of the methods that get a profile's folder."""
 _scheduler: Any = None
 """The scheduler of this process, or None. One writer: `begin`."""
 _profiler: weakref.ref[Any] | None = None
-"""The object whose profiler started or stopped last, or None. One writer: `_timed`."""
+"""The object that started or stopped its profiler last, or None. One writer: `_timed`."""
 _quiet = False
 """Value that is shown under the key `SENDS_QUIET`. One writer: `_hide_sends`."""
 
 
 def load() -> None:
-    """Register the hooks. SGLang calls this in each of its processes.
+    """Register the hooks. SGLang calls this function in each of its processes.
 
     The hooks are registered only in processes that import the scheduler: schedulers, and the process that
     makes the engine. A hook imports its target, which would take seconds in the other processes.
@@ -89,22 +88,22 @@ def load() -> None:
 
     from stepscope.backends.torch import record_function_scopes
 
-    record_function_scopes.watch()  # first: the hook reports that it is done
+    record_function_scopes.watch()  # before the hooks, because one of them reports that this has happened
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", begin, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
 
 
 def begin(scheduler: object, *_: object, **__: object) -> None:
-    """Hide sends, time profilers, count updates and let passes be noted, before a scheduler is made.
+    """Hide sends, time profilers, count updates and prepare notes of passes, before a scheduler is made.
 
-    The process that makes the engine makes no scheduler, so that its trainer's sends remain in its
-    recordings.
+    The process that makes the engine makes no scheduler, so the sends of a trainer in that process stay in
+    its recordings.
     """
     global _scheduler
     _scheduler = scheduler
-    with suppress(Exception):  # another torch may have it elsewhere, and the scheduler would die
+    with suppress(Exception):  # another torch may have other names; an error would kill the scheduler
         _hide_sends()
-    with suppress(Exception):  # another SGLang may have them elsewhere
+    with suppress(Exception):  # another SGLang may have other names
         _time_profilers()
     with suppress(Exception):
         _count_updates()
@@ -115,7 +114,7 @@ def begin(scheduler: object, *_: object, **__: object) -> None:
 def _hide_sends() -> None:
     """Leave sends over gloo out of all recordings.
 
-    Pipeline ranks wait for a send in their next pass, which may be in another recording.
+    A pipeline rank waits for its send only in the next pass, which may be in another recording.
     """
     global _quiet
     from torch.distributed import ProcessGroup
@@ -149,12 +148,15 @@ def _count_updates() -> None:
 
 
 def _counted(original: Callable[..., T]) -> Callable[..., T]:
-    """Return a method that updates weights, and counts. A failed update counts: it may have changed some."""
+    """Return a wrapper of a method that updates weights, which counts the updates.
+
+    A failed update is counted too, because it may have changed some weights.
+    """
 
     @wraps(original)
     def counted(updater: Any, request: Any, *args: Any, **kwargs: Any) -> T:
         result = original(updater, request, *args, **kwargs)
-        with suppress(Exception):  # another version may keep it elsewhere
+        with suppress(Exception):  # another version may have other names
             passes.update(_scheduler, request)
         return result
 
@@ -163,19 +165,19 @@ def _counted(original: Callable[..., T]) -> Callable[..., T]:
 
 
 def _with_notes(original: Callable[..., T]) -> Callable[..., T]:
-    """Return a method that takes a profile's folder, and begins the notes of passes that the folder asks
-    for.
+    """Return a wrapper of a method that gets a profile's folder, which begins notes of passes if a file in
+    the folder asks for them.
     """
 
     @wraps(original)
     def noted(profiler: Any, *args: Any, **kwargs: Any) -> T:
         result = original(profiler, *args, **kwargs)
-        with suppress(Exception):  # another version may keep it elsewhere
+        with suppress(Exception):  # another version may have other names
             if _scheduler is not None:
                 folder = Path(profiler.torch_profiler_output_dir)
                 passes.begin(_scheduler, folder)
                 if passes.are_alone(folder):
-                    profiler.profiler_start_forward_ct = None  # the profile that was armed never begins
+                    profiler.profiler_start_forward_ct = None  # keeps the armed profile from beginning
         return result
 
     noted._stepscope_notes = True  # type: ignore[attr-defined]  # so that it is wrapped once
@@ -192,7 +194,7 @@ def _timed(original: Callable[..., T], doing: Doing) -> Callable[..., T]:
         try:
             return original(profiler, *args, **kwargs)
         finally:
-            with suppress(Exception):  # another version may keep it elsewhere
+            with suppress(Exception):  # another version may have other names
                 if recorded == (doing == "writing"):
                     _stamps.append(_stamp(profiler, doing, began_ns))
 
@@ -227,10 +229,10 @@ def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
 
 
 def show(answer: Any, scheduler: Any, *_: object) -> None:
-    """Add the plugin's state to a scheduler's answer, with the count of passes if SGLang has not added it."""
-    with suppress(Exception):  # the state matters more
+    """Add the plugin's state to a scheduler's answer, and the number of passes if SGLang has not added it."""
+    with suppress(Exception):  # the answer must be complete even if the notes cannot be written
         passes.end()
-    with suppress(Exception):  # another version may keep it elsewhere, and the scheduler would die
+    with suppress(Exception):  # another version may have other names; an error would kill the scheduler
         answer.internal_state.update(_of_this_process())
         answer.internal_state[RECORDINGS] = list(_stamps)
         answer.internal_state[STAGES] = _stages()

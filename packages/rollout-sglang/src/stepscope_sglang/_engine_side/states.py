@@ -1,6 +1,6 @@
-"""State in the answers of schedulers: the keys that the plugin adds, and their values.
+"""Keys that the plugin adds to a scheduler's internal state, and functions that read the keys' values.
 
-SGLang requests an internal state from its schedulers. The plugin (`plugin`) adds to their answers.
+SGLang asks its schedulers for their internal state. `plugin` adds the keys to the answers.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ Doing: TypeAlias = Literal["starting", "writing"]
 
 
 RPD_LIBRARY = "rpdTracerControl"
-"""The module that the activity RPD needs."""
+"""Name of the module that the activity RPD needs."""
 
 COUNT = "forward_ct"
-"""Key of the number of forward passes in the internal state; SGLang's own name."""
+"""Key of the number of forward passes since the scheduler started. Some versions of SGLang set it."""
 
 SCOPES_END = "stepscope_scopes_end"
-"""Key that is true if scopes end with the profile in which they began."""
+"""Key that is true if stepscope ends open scopes at the end of a profile (`record_function_scopes`)."""
 
 SENDS_QUIET = "stepscope_sends_quiet"
-"""Key that is true if a message from one pipeline rank to the next opens no scope."""
+"""Key that is true if sends between pipeline ranks are left out of recordings."""
 
 VERSION = "stepscope_version"
 """Key of this package's version in the scheduler's environment."""
 
 PROFILE_V2 = "stepscope_profile_v2"
-"""Key that is true if the scheduler runs SGLang's second profiler, whose stop kills the scheduler."""
+"""Key that is true if the scheduler uses SGLang's second profiler, whose stop kills the scheduler."""
 
 RPD = "stepscope_rpd"
 """Key that is true if the library of the activity RPD is installed."""
 
 RECORDINGS = "stepscope_recordings"
-"""Key of the latest `Stamp`s, one for each time that the profiler started or wrote."""
+"""Key of the latest `Stamp`s: a stamp for each time that the profiler started or wrote."""
 
 ALONE = "stepscope_passes_alone"
 """Key that is true if a capture can note passes without SGLang's profiler."""
@@ -48,7 +48,7 @@ STAGES = "stepscope_stages"
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """One start or write of a scheduler's profiler, during which the scheduler served nothing."""
+    """One start or one write of a scheduler's profiler. The scheduler served nothing during this time."""
 
     folder: str
     """Folder of the recording, which is different for each capture."""
@@ -57,7 +57,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     end_ns: int
     passes: int
-    """Number of forward passes that the scheduler had begun by then."""
+    """Number of forward passes that the scheduler had begun before the start or write."""
 
 
 def own_version() -> str:
@@ -80,14 +80,14 @@ def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
     stamps = []
     for shown in _shown(states, RECORDINGS):
         for stamp in shown if isinstance(shown, list) else ():
-            with suppress(msgspec.ValidationError):  # of another version of ours
+            with suppress(msgspec.ValidationError):  # from another version of stepscope
                 stamps.append(msgspec.convert(stamp, Stamp))
     return [stamp for stamp in stamps if stamp.folder == folder]
 
 
 def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
-    """Return the passes by stage of each data-parallel scheduler, or None for a scheduler that does not show
-    them.
+    """Return the number of passes by stage of each data-parallel scheduler; None for a scheduler that does
+    not show this number.
     """
     return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 
@@ -101,12 +101,12 @@ def all_show(states: Sequence[object], name: str) -> bool:
 
 
 def v2_in(states: Sequence[object]) -> bool:
-    """Return whether a scheduler is known to run SGLang's second profiler."""
+    """Return whether a scheduler is known to use SGLang's second profiler."""
     return True in _shown(states, PROFILE_V2)
 
 
 def rpd_in(states: Sequence[object]) -> bool | None:
-    """Return whether every scheduler has the library of RPD, or None if a scheduler does not tell."""
+    """Return whether every scheduler has the library of RPD, or None if a scheduler does not show it."""
     libraries = _shown(states, RPD)
     return all(libraries) if libraries and None not in libraries else None
 

@@ -1,1 +1,1 @@
-"""Files that SGLang's profilers write: their names, their contents, their ranks."""
+"""Names, contents and ranks of the files that SGLang's profilers write."""

@@ -1,4 +1,4 @@
-"""Folder to which SGLang writes one capture, its files, and whether the files are complete."""
+"""The folder to which SGLang writes one capture, and the files in it."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _STAGES: dict[str, Stage] = {
 }
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
-"""Number of bytes before the events, in which the list of process groups is."""
+"""Number of bytes at the beginning of a trace that contain the list of process groups."""
 _TAIL = 1 << 12
-"""Number of bytes after the events, in which torch writes the times at which it began and ended to record."""
+"""Number of bytes at the end of a trace that contain the times at which torch began and ended to record."""
 _LONGEST = 64
-"""Number of bytes of the longest text that is searched for at a name and before it."""
+"""Largest number of bytes before and after the name of a pass that are inspected."""
 _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (\d+)', re.DOTALL)
 _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
 _STEP = b'"name": "step['
 _COPY = b'"cat": "gpu_user_annotation", '
-"""Bytes before `_STEP` in an entry that is a copy of another one, with the times of the GPU."""
+"""Bytes before `_STEP` in an annotation that torch copied, with the times on the GPU."""
 _PREFILL = b"EXTEND", b"MIXED", b"SPLIT_PREFILL", b"DLLM_EXTEND"
 _DECODE = b"DECODE", b"TARGET_VERIFY", b"VERIFY"
-"""Words after `_STEP` that mean a decode pass."""
+"""Words after `_STEP` in the name of a decode pass. `_PREFILL` has the words of a prefill pass."""
 
 
 class TraceName(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,10 @@ def parse_name(name: str) -> TraceName | None:
 
 
 def read(path: Path) -> Content:
-    """Read a trace from end to end (0.3 s for 150 MB of JSON). No content raises an error."""
+    """Return the facts in a trace. Reads the whole file (0.3 s for 150 MB of JSON).
+
+    A damaged file raises no error; it is not `complete`.
+    """
     from isal import igzip
 
     head, tail, end, first, complete = b"", b"", b"", 0, False
@@ -101,14 +104,14 @@ def read(path: Path) -> Content:
                     head += chunk[:_HEAD]
                 end = (end + chunk)[-_TAIL:]
                 text = tail + chunk
-                # An event's name that ends in the part kept for the next chunk is counted there.
+                # A name near the end of the text is counted with the next chunk.
                 limit = max(first, len(text) - _LONGEST)
                 steps += _steps(text, first, limit)
                 begin = max(0, limit - _LONGEST)
                 tail, first = text[begin:], limit - begin
             steps += _steps(tail, first, len(tail))
             complete = tail.rstrip().endswith(b"}")
-    except (EOFError, OSError, zlib.error, igzip.BadGzipFile):  # cut off, or being written now
+    except (EOFError, OSError, zlib.error, igzip.BadGzipFile):  # the file is cut off or still being written
         complete = False
     distributed, pid = _DISTRIBUTED.search(head), _PID.search(head)
     return Content(
@@ -122,9 +125,9 @@ def read(path: Path) -> Content:
 
 
 def _steps(text: bytes, first: int, limit: int) -> Counter[Stage]:
-    """Count the forward passes whose names begin from `first` on, and before `limit`.
+    """Count the forward passes whose names begin between `first` and `limit`.
 
-    The search uses `find`, because a regular expression costs as much as unpacking the file.
+    The search uses `find`, because a regular expression takes as long as unpacking the file.
     """
     counts: Counter[Stage] = Counter()
     at = text.find(_STEP, first)
@@ -156,15 +159,15 @@ class File(NamedTuple):
 
 
 class CaptureFolder:
-    """Folder of one capture. A file is read once, and read again if it has changed."""
+    """The folder of one capture. Each file is read once, and again after a change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
 
     def make(self, *, open_to_all: bool) -> None:
-        """Make the folder, and check that it can be written: if SGLang cannot write, its scheduler dies at
-        the stop.
+        """Make the folder, and check that it can be written. If SGLang could not write, its scheduler would
+        die at the stop.
 
         Raises:
             EngineError: the folder cannot be made or written.
@@ -173,7 +176,7 @@ class CaptureFolder:
         try:
             self.path.mkdir(parents=True)
             if open_to_all:
-                self.path.chmod(0o777)  # a server may run as somebody else
+                self.path.chmod(0o777)  # a server may run as another user
             probe.write_bytes(b"1")
             probe.unlink()
         except OSError as error:
@@ -183,22 +186,25 @@ class CaptureFolder:
             ) from error
 
     def ask_passes(self, most: int, *, alone: bool) -> None:
-        """Ask the schedulers to note their passes. To be called before the profile starts.
+        """Ask the schedulers to note their passes. Call this before the start.
 
         Args:
-            alone: Whether no profile shall begin.
+            most: Largest number of passes to note.
+            alone: True if the profiler must not record.
         """
         (self.path / ASK).write_text(str(most))
         if alone:
             (self.path / ALONE).touch()
 
     def end_passes(self) -> None:
-        """Tell the schedulers that the capture has ended. They write when they are asked for their state."""
+        """Tell the schedulers that the capture has ended. They write their passes when they are asked for
+        their state the next time.
+        """
         with suppress(OSError):
             (self.path / END).touch()
 
     def passes(self) -> list[PassFile]:
-        """Return the passes that the schedulers wrote, and remove their files."""
+        """Return the passes that the schedulers wrote, and remove the files of passes."""
         return take(self.path, "*")
 
     def remove(self) -> None:
@@ -229,19 +235,20 @@ class CaptureFolder:
         return self.content(file).complete
 
     def traces_are_complete(self, files: Iterable[File]) -> bool:
-        """Return whether the traces of single ranks among these files are complete."""
+        """Return whether all traces of single ranks among `files` are complete."""
         return all(self.is_complete(file) for file in files if file.is_trace)
 
     def are_of_all_ranks(self, files: Sequence[File], pp: int) -> bool:
-        """Return whether all pipeline ranks have written the files that any one of them has written."""
+        """Return whether every pipeline rank has written each file that another pipeline rank has written."""
         names = [file.name for file in files if file.is_trace]
         ranks = Counter((name.topology.get("tp"), name.topology.get("dp"), name.stage) for name in names)
         return all(count >= pp for count in ranks.values()) and self.traces_are_complete(files)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until the condition is true, and return False after `seconds`: writers answer before the last byte
-    is on the disk.
+    """Wait until `condition` is true, and return True; return False after `seconds`.
+
+    Used for files, because SGLang answers before the last byte is on the disk.
     """
     deadline = time.monotonic() + seconds
     while not condition():
