@@ -14,6 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -138,8 +140,9 @@ class _Calls:
     """Selection of open spans and tasks of this process for its state."""
 
     def __init__(self, logs: Sequence[list[Span]]) -> None:
-        spans = (span for log in logs for span in log if not _is_collective_of_a_call(span))
-        self._spans = sorted(spans, key=lambda span: span.start_ns)
+        every = chain.from_iterable(logs)
+        spans = [span for span in every if span.attrs is None or not _is_collective_of_a_call(span)]
+        self._spans = sorted(spans, key=attrgetter("start_ns"))
         newest_first = (span for log in logs for span in reversed(log))
         self._logs = list(dict.fromkeys(id(span.log) for span in newest_first))
         """Ids of the logs, each of which numbers its spans from 1."""
