@@ -1,4 +1,4 @@
-"""SGLang's request class where there is no SGLang; one engine for all tests of a process where there is."""
+"""A stand-in for SGLang's request class if SGLang is not installed, else one engine for the whole process."""
 
 from __future__ import annotations
 

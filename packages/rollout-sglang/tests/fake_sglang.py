@@ -1,7 +1,7 @@
-"""A TokenizerManager whose schedulers exist only in memory, with SGLang's rules as running it showed them.
+"""A TokenizerManager whose schedulers exist only in memory. They follow rules that a real SGLang showed.
 
-Those that make an adapter's life hard are here: a start that replaces a running profile in silence; a trigger
-that nothing disarms; a stop that cannot tell why it is refused; a call that must not be cancelled.
+The rules that an adapter must handle are: a start silently replaces a running profile, an armed start cannot
+be cancelled, a refused stop has no reason, and a call must not be cancelled.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def plugin_state(count: int, **changes: object) -> dict[str, object]:
     """Return the plugin's answer for a scheduler that has begun `count` passes."""
     answer = SimpleNamespace(internal_state={})
     plugin.show(answer, SimpleNamespace(forward_ct=count))
-    return {**answer.internal_state, states.SENDS_QUIET: True, **changes}  # as in a process with a scheduler
+    return {**answer.internal_state, states.SENDS_QUIET: True, **changes}  # as a scheduler's process answers
 
 
 class ProfileReq(msgspec.Struct, kw_only=True):
-    """The fields of 0.5.23."""
+    """A profile request with the fields of SGLang 0.5.23."""
 
     output_dir: str | None = None
     start_step: int | None = None
@@ -55,7 +55,7 @@ class ProfileReq(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Scheduler:
-    """One rank."""
+    """The scheduler of one rank."""
 
     suffix: str
     rank: int
@@ -67,7 +67,7 @@ class Scheduler:
     seen: dict[str, int] = field(default_factory=dict)
     recording: list[str] | None = None
     stamps: list[dict[str, object]] = field(default_factory=list)
-    """As our plugin keeps them."""
+    """Stamps in the form in which stepscope's plugin keeps them."""
 
     def start(self, request: ProfileReq) -> str | None:
         """Start a profile. Return the error, or None."""
@@ -75,7 +75,7 @@ class Scheduler:
         if self.recording is not None:
             if armed:
                 return RUNNING
-            self.recording = []  # the first profile's events are gone, and its folder stays
+            self.recording = []  # the events of the first profile are lost, but its folder is still used
             return None
         self.request = request
         if request.start_step:
@@ -158,7 +158,7 @@ class Scheduler:
 
 
 class FakeManager:
-    """As of 0.5.15 and later."""
+    """The TokenizerManager of 0.5.15 and later."""
 
     def __init__(self, *, tp: int = 1, dp: int = 1, pp: int = 1, **settings: object) -> None:
         sizes = {"tp_size": tp, "dp_size": dp, "pp_size": pp}
@@ -174,15 +174,15 @@ class FakeManager:
         self.asked: list[str] = []
         self.wedged = False
         self.silent: str | None = None
-        """`start` or `stop`: this is not answered until `answer` is set."""
+        """`start` or `stop` if that call is not answered until `answer` is set; else None."""
         self.answer = asyncio.Event()
         self.dead = False
         self.lag_s = 0.0
-        """The later ranks of a pipeline hear of a stop this long after the first one has answered."""
+        """Time in s from the first pipeline rank's answer to a stop until the other ranks stop."""
         self.lost = 0
-        """Schedulers that died because their folder was gone."""
+        """Number of schedulers that died because their folder was gone."""
         self.has_plugin = True
-        """The schedulers have loaded our plugin."""
+        """True if the schedulers have loaded stepscope's plugin."""
 
     @property
     def recording(self) -> bool:
@@ -208,7 +208,12 @@ class FakeManager:
         return [scheduler.shown() if self.has_plugin else {} for scheduler in self.schedulers]
 
     async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
-        """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""
+        """Run one prefill pass, then decode passes.
+
+        Args:
+            mode: Mode of all passes, instead of prefill and decode.
+            only: Index of the only scheduler that runs them, or None for all.
+        """
         self._bind()
         for number in range(iterations):
             await asyncio.sleep(0)
@@ -234,7 +239,7 @@ class FakeManager:
             for scheduler in later:
                 asyncio.get_running_loop().call_later(self.lag_s, self._late, scheduler)
         errors = [s.stop() if request is None else s.start(request) for s in first]
-        if errors[0] is not None:  # the others' answers are not looked at
+        if errors[0] is not None:  # SGLang ignores the answers of the other schedulers
             raise RuntimeError(errors[0])
 
     def _late(self, scheduler: Scheduler) -> None:
@@ -254,7 +259,7 @@ class FakeManager:
 
 
 class OldManager(FakeManager):
-    """As of 0.5.8: keywords, and no id that the caller could choose."""
+    """The TokenizerManager of 0.5.8, whose start takes keywords, and no id from the caller."""
 
     async def start_profile(  # type: ignore[override]
         self,
@@ -274,7 +279,7 @@ class OldManager(FakeManager):
 
 
 class FakeEngine:
-    """As `sglang.Engine`: holds the manager, a loop of its own, and processes that can die."""
+    """A stand-in for `sglang.Engine` with a manager, a loop of its own, and processes that can die."""
 
     def __init__(
         self,
@@ -291,12 +296,12 @@ class FakeEngine:
 
 
 def named(kind: type, name: str, module: str) -> type:
-    """`kind` under the name and module of a class of SGLang's."""
+    """Return a subclass of `kind` with the name and module of one of SGLang's classes."""
     return type(name, (kind,), {"__module__": module})
 
 
 def trace(name: str, folder: Path, *, rank: int = 0, modes: Mapping[str, int] | None = None) -> Path:
-    """Return a trace of one scheduler, as SGLang writes it."""
+    """Write a trace of one scheduler as SGLang does, and return its path."""
     scheduler = Scheduler("", rank, 1, ProfileReq(output_dir=str(folder), profile_id="x"))
     scheduler._write([mode for mode, times in (modes or {}).items() for _ in range(times)], "")
     written = folder / "x.trace.json.gz"
@@ -309,12 +314,12 @@ def _suffix(tp: int, dp: int, pp: int, t: int, d: int, p: int) -> str:
 
 
 def asked(root: Path, **changes: Any) -> EngineCapture:
-    """Return a capture below `root`, changed."""
+    """Return a capture in the folder `root` with some fields changed."""
     return msgspec.structs.replace(a_capture(root), **changes)
 
 
 async def recorded(manager: FakeManager, capture: EngineCapture, iterations: int) -> list[Artifact]:
-    """One capture around one generation."""
+    """Return the artifacts of one capture around one generation."""
     profiler = SglangProfiler(manager)
     await profiler.start(capture)
     if iterations:

@@ -1,4 +1,4 @@
-"""SGLang's own server and router, each in a process group of its own, and a generation asked of them."""
+"""SGLang's own server and router, each in a process group of its own, and a request to generate."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _TAKEN = re.compile("address (is )?already in use|port .*(is not available|is us
 
 
 class PortTakenError(Exception):
-    """Another process took the port between our look and the server's."""
+    """Another process took the port after it was found free, before the server used it."""
 
 
 class Live(NamedTuple):
     url: str
     group: int
-    """The process group."""
+    """Id of the server's process group."""
 
 
 @contextmanager
 def live_server(folder: Path, **changes: object) -> Iterator[Live]:
-    """Provide a server of the tiny model. `changes` go to its settings."""
+    """Provide a server of the tiny model, with `changes` of its settings."""
     model = write_model(folder / "model")
 
     def words(port: int) -> list[str]:
@@ -50,9 +50,9 @@ def live_server(folder: Path, **changes: object) -> Iterator[Live]:
 
 @contextmanager
 def live_router(folder: Path, *words: str) -> Iterator[str]:
-    """Provide the URL of sglang's router. `words` name its servers."""
+    """Provide the URL of sglang's router. `words` are its arguments, which name the servers."""
     servers = sum(word.startswith("http://") for word in words)
-    known = f'"total":{servers},'.encode()  # it serves before it knows them
+    known = f'"total":{servers},'.encode()  # the router answers before it has found its servers
 
     def ours(port: int) -> list[str]:
         ports = ["--port", str(port), "--prometheus-port", str(_free_port())]
@@ -66,7 +66,7 @@ def live_router(folder: Path, *words: str) -> Iterator[str]:
 def serving(
     folder: Path, module: str, words: Callable[[int], Sequence[str]], health: str, sign: bytes = b""
 ) -> Iterator[Live]:
-    """Run `module` with the arguments `words(port)`; with another port if that one is taken meanwhile."""
+    """Run `module` with the arguments `words(port)`. If the port is taken meanwhile, use another port."""
     with ExitStack() as running:
         for _ in range(_TRIES):
             port = _free_port()
@@ -83,7 +83,7 @@ def serving(
 def _running(
     folder: Path, module: str, words: Sequence[str], health: str, sign: bytes = b""
 ) -> Iterator[int]:
-    """Provide its process group, once the answer of `health` contains `sign`."""
+    """Run `module`, and provide its process group once the answer of `health` contains `sign`."""
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *words],
@@ -93,7 +93,7 @@ def _running(
         _wait_for(health, sign, process, folder / "log")
         yield process.pid
     finally:
-        with suppress(ProcessLookupError):  # somebody has ended it
+        with suppress(ProcessLookupError):  # the server has already ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -105,7 +105,7 @@ def _free_port() -> int:
 
 
 def post(url: str, tokens: int, **more: object) -> dict[str, Any]:
-    """Return the answer to one prompt. `more` goes into the request."""
+    """Return a server's answer to one prompt. `more` are further fields of the request."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "sampling_params": sampling, **more}
     request = urllib.request.Request(
@@ -116,7 +116,7 @@ def post(url: str, tokens: int, **more: object) -> dict[str, Any]:
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    """As `--max-total-tokens 4096 --sleep-on-idle`."""
+    """Return options as arguments: `--max-total-tokens 4096 --sleep-on-idle`."""
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     return [
         word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])
@@ -136,5 +136,5 @@ def _wait_for(health: str, sign: bytes, process: subprocess.Popen[bytes], log: P
                     return
         except (urllib.error.URLError, OSError):
             pass
-        time.sleep(0.5)  # a server has no event for being up
+        time.sleep(0.5)  # there is no event to wait for when a server comes up
     raise TimeoutError(log.read_text()[-3000:])

@@ -1,4 +1,4 @@
-"""The contract of an engine profiler, with schedulers in memory, in both forms that a start has had."""
+"""The contract of engine profilers on schedulers in memory, with both signatures of `start_profile`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestSglangProfiler(EngineConformance):
         await _at_leisure(profiler)
 
     async def _assert_idle_and_usable(self, profiler: EngineProfiler, tmp_path: Path) -> None:
-        await _at_leisure(profiler)  # what was given up is ended behind the caller's back
+        await _at_leisure(profiler)  # a start that was given up is undone in the background
         await super()._assert_idle_and_usable(profiler, tmp_path)
 
 

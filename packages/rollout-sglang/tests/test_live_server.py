@@ -1,4 +1,4 @@
-"""The starter of the real servers, tried on a server of Python's own."""
+"""Tests of `live_server`, which starts the real servers, with Python's own HTTP server."""
 
 from __future__ import annotations
 

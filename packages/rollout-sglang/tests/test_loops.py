@@ -1,4 +1,4 @@
-"""On which event loop SGLang is asked, and what a caller who gives up leaves behind."""
+"""Tests of the event loop on which SGLang is called, and of callers that give up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepscope_sglang import SglangProfiler
 
 
 def in_thread(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` as stepscope's own loop does it for synchronous code."""
+    """Run `work` in a thread with an event loop of its own, as stepscope does for synchronous code."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -82,12 +82,12 @@ def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(tmp_path: Path)
     loop.run_until_complete(generate_while_it_ends())
     profiler._thread.submit(lambda: None).result()
     assert manager.asked == ["start", "stop"]
-    loop.run_until_complete(manager.generate(3))  # it may have been asked for its states, too late
+    loop.run_until_complete(manager.generate(3))  # a late request for the states may still wait for the loop
     loop.close()
 
 
 def test_time_that_is_up_between_two_generations_waits_for_the_next(tmp_path: Path) -> None:
-    # The loop is the caller's: run by us, it would be taken when the caller generates again.
+    # The loop is the caller's. If stepscope ran it, the caller could not run it to generate.
     loop = asyncio.new_event_loop()
     engine = FakeEngine(FakeManager(), loop=loop)
     profiler = SglangProfiler(engine)
@@ -126,7 +126,7 @@ def test_an_expiry_whose_stop_takes_long_leaves_the_loop_to_its_owner(tmp_path: 
     assert profiler._watchdog is not None
     profiler._watchdog.function()
     for _ in range(50):
-        loop.run_until_complete(manager.generate(1, "DECODE"))  # raises where we run the loop
+        loop.run_until_complete(manager.generate(1, "DECODE"))  # raises if stepscope runs the loop
 
     async def generate_until_stopped() -> None:
         written.set()
@@ -183,7 +183,7 @@ async def test_a_stop_that_was_given_up_still_leaves_its_files(tmp_path: Path) -
 
 
 class Taken:
-    """A loop that somebody begins to run after we have looked."""
+    """An event loop that another thread begins to run after a check has shown that it does not run."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -195,7 +195,7 @@ def test_stages_that_end_in_a_scope_take_the_plugin(version: str, can: bool) -> 
     ],
 )
 def test_stages_of_a_pipeline_take_the_plugin(version: str, fix: str) -> None:
-    """Versions before 0.5.11 load none."""
+    """Versions before 0.5.11 load no plugin."""
     facts = an_engine(version, pp_size=2)
     refused = told(facts, plugin=False, by_stage=True)
     assert "sends are under" in refused.ignored["by_stage"]
@@ -290,7 +290,7 @@ def test_a_value_that_the_scheduler_would_die_of_is_refused(option: str, value: 
         told(an_engine(), extra={option: value})
 
 
-# The `engine` extra of this distribution is the range that holds at run time.
+# The tests below show that the `engine` extra of this distribution is the range that is checked at run time.
 
 
 def test_an_engine_above_the_range_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,7 +305,7 @@ def test_an_engine_below_the_range_is_refused() -> None:
         _versions.check("0.0.1")
 
 
-# SGLang on an NPU is refused before the run, with what to do instead. It was not run: no NPU here.
+# SGLang on an NPU is refused before the run, with a fix. It was never run, because no NPU was available.
 
 
 def test_an_engine_on_an_npu_is_refused_with_the_tool_that_records_it() -> None:

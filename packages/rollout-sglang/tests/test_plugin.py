@@ -1,4 +1,4 @@
-"""The plugin of SGLang's processes, over a stand-in for its hooks; the real ones call it in `real/`."""
+"""Tests of the plugin in SGLang's processes with a stand-in for SGLang's hooks; `real/` has the real ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.needs("torch")
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
-    """Return those that `load` sets, by the name in the scheduler's module."""
+    """Return {name in the scheduler's module: hook} for the hooks that `load` registers."""
     from torch.distributed import ProcessGroup
 
     hooks_set: dict[str, Callable[..., object]] = {}
@@ -33,7 +33,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(record_function_scopes, "watch", lambda: None)
-    monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # taken back
+    monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # restored after the test
     monkeypatch.setattr(plugin, "_quiet", False)
     monkeypatch.setattr(pass_socket, "listen", lambda answers: None)  # its thread would outlive the test
     plugin.load()
@@ -46,7 +46,7 @@ def _asked_anew() -> None:
 
 
 def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
-    """Return whether a scheduler reports that its sends are unrecorded, and check that it is true."""
+    """Return whether a scheduler reports that its sends are unrecorded. Assert that the report is true."""
     from torch.distributed import ProcessGroup
 
     answer = SimpleNamespace(internal_state={})

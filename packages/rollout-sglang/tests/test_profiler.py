@@ -1,6 +1,6 @@
-"""One capture on one engine: the cause of its end, triggers that stay armed, files that count.
+"""Tests of one capture of one engine: the cause of its end, starts that stay armed, and its files.
 
-One file above 400 lines, because all of it is asked of one engine in memory.
+This file has more than 500 lines, because all tests use one engine in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def kind(request: pytest.FixtureRequest) -> type[FakeManager]:
     return chosen
 
 
-# Who stopped it.
+# Causes of a recording's end.
 
 
 async def test_a_capture_that_sglang_ended_itself_is_not_stopped_again(
@@ -81,8 +81,8 @@ async def test_a_count_that_is_not_reached_is_stopped_and_noted(tmp_path: Path) 
     [
         (True, None, 5, ["8", "5"], None),
         (True, 16, 5, ["8", "16", "5"], None),
-        (True, None, 0, None, ["8"]),  # behind the last iteration it cuts nothing off
-        (False, None, 5, ["8"], None),  # nobody counts what ran after it
+        (True, None, 0, None, ["8"]),  # a stop after the last iteration cuts nothing off
+        (False, None, 5, ["8"], None),  # the number of iterations after the stop is unknown
     ],
 )
 async def test_a_recording_that_somebody_else_stops_between_two_generations_is_cut_short(
@@ -124,8 +124,8 @@ async def test_without_the_plugin_a_stall_ends_when_the_file_is_whole(tmp_path: 
     assert (stall.doing, stall.source, stall.end_ns) == ("writing", "file", whole_ns)
 
 
-# What verl's follow-up had wrong once: a stop that no path reached, windows of two passes at least, an
-# assertion when the profiler was already running.
+# Faults that a later version of verl's profiler had: a stop that was never called, windows of at least two
+# passes, an assertion if the profiler was already running.
 
 
 @pytest.mark.parametrize("by_stage", [False, True])
@@ -219,7 +219,7 @@ async def test_passes_that_overtake_a_later_start_are_told(
     start = manager.start_profile
 
     async def slow(req: ProfileReq | None = None) -> None:
-        await manager.generate(4)  # somebody else's requests, after the count was asked for
+        await manager.generate(4)  # other requests, after the scheduler was asked for its count
         await start(req)
 
     monkeypatch.setattr(manager, "start_profile", slow)
@@ -289,8 +289,8 @@ async def test_a_pipeline_without_the_plugin_is_recorded_and_the_log_says_once_w
 
 
 class Busy(FakeManager):
-    """Runs a pass behind a stop that came before any: what was armed begins, and a start after it goes on in
-    that folder.
+    """A manager that runs a pass after a stop that came before any pass. The armed recording then
+    begins, and the next start goes on in its folder.
     """
 
     async def start_profile(self, req: ProfileReq | None = None) -> None:
@@ -378,7 +378,7 @@ async def test_time_that_is_up_ends_the_recording_and_the_file_says_so(tmp_path:
 async def test_a_capture_that_is_dropped_after_its_stop_failed_says_so_at_once_and_is_stopped_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The capture is of a pipeline, whose schedulers still record for it."""
+    """The engine is a pipeline, whose schedulers still record for the capture."""
     manager = FakeManager(pp=2)
     profiler = SglangProfiler(manager, replica=0)
     await profiler.start(asked(tmp_path, name="given up"))
@@ -455,7 +455,7 @@ async def test_a_stage_that_never_came_is_not_left_armed(tmp_path: Path, iterati
 
 
 async def test_a_file_that_holds_both_stages_is_called_neither(tmp_path: Path) -> None:
-    # A request that comes during decoding: SGLang closes the decode trace under the name of the prefill one.
+    # A request comes during decoding, and SGLang gives the decode trace the name of a prefill trace.
     manager, profiler = FakeManager(), None
     profiler = SglangProfiler(manager)
     await profiler.start(asked(tmp_path, by_stage=True, iterations=Iterations(count=2)))
@@ -515,7 +515,7 @@ async def test_a_busy_rank_behind_an_idle_first_one_is_recorded(tmp_path: Path) 
     profiler = SglangProfiler(manager)
     await profiler.start(asked(tmp_path))
     await manager.generate(3, only=1)
-    (artifact,) = await profiler.stop()  # the first rank's refusal is the only answer that is heard
+    (artifact,) = await profiler.stop()  # only the first rank's answer is known, and that rank refuses
     assert artifact.rank == 1
 
 

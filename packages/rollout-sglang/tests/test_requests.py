@@ -1,4 +1,4 @@
-"""Facts about a request in one answer of SGLang."""
+"""Tests of the facts about a request in an answer of SGLang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from stepscope_sglang import record_request, request_facts
 
-# As 0.5.23 answered on a CPU, with enable_metrics.
+# An answer of SGLang 0.5.23 on a CPU, with enable_metrics.
 META: dict[str, Any] = {
     "id": "0870b4e7",
     "finish_reason": {"type": "length", "length": 6},
@@ -75,7 +75,7 @@ def test_what_is_no_answer_has_no_facts() -> None:
 
 
 class Recorded:
-    """A span that keeps what it is given."""
+    """A span that keeps its attributes and its child spans."""
 
     def __init__(self) -> None:
         self.attrs: dict[str, str | int | float] = {}
@@ -89,7 +89,7 @@ class Recorded:
 
 
 def just_now() -> dict[str, Any]:
-    """Return an answer of now to a request of 1.5 s: 0.125 queued, 0.25 prefill, 0.75 decode."""
+    """Return an answer that ends now, to a request of 1.5 s: 0.125 queued, 0.25 prefill, 0.75 decode."""
     ended = time.time()
     stamps = {
         "request_received_ts": ended - 1.5,
@@ -109,7 +109,7 @@ def test_queue_prefill_and_decode_hang_below_the_request_as_sglang_timed_them() 
     times = [round((end - start) / 1e9, 3) for _, start, end, _ in span.below]
     assert times == [0.125, 0.25, 0.75]
     assert span.below[0][2] == span.below[1][1]  # one ends where the next begins
-    assert abs(span.below[-1][2] - before) < 50e6  # on the clock of spans
+    assert abs(span.below[-1][2] - before) < 50e6  # the times are on the clock of spans
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_queue_prefill_and_decode_hang_below_the_request_as_sglang_timed_them() 
         {"forward_entry_time": 3600.0, "prefill_finished_time": 3600.5},  # perf_counter, as in older versions
         {"request_finished_ts": None},
         {"queue_time": None},
-        META,  # of a host whose clock is far off
+        META,  # the host's clock is far off
     ],
     ids=["another clock", "no end", "no queue", "another host"],
 )

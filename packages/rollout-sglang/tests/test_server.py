@@ -95,7 +95,7 @@ def sidecar(file: Path) -> Sidecar:
 
 
 def hidden(root: Path) -> list[Path]:
-    """Folders that schedulers write into."""
+    """Return the folders that schedulers write to."""
     return list(root.rglob(".sglang-*"))
 
 
@@ -136,7 +136,7 @@ def test_what_is_no_engine_is_an_error(server: FakeServer) -> None:
 
 
 def test_a_router_is_refused_by_naming_its_servers(server: FakeServer) -> None:
-    # As `tests/real/engine_server.py` sees the real one answer.
+    # A real router answers in this way in `tests/real/engine_server.py`.
     server.info_path, server.info = "/get_server_info", {"router_manager": True, "workers_count": 2}
     server.behind = ["http://a:1", "http://b:1"]
     message = rf"is a router before http://a:1, http://b:1.*\*SglangServer\.behind\('{server.url}'\)"
@@ -187,14 +187,14 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     await profiler.start(wanted)
     for mode in ("EXTEND", "DECODE"):
         server.scheduler.forward(mode)
-    server.stop_status = 504  # of a proxy before it, which waits no longer
+    server.stop_status = 504  # a proxy in front of the server has timed out
     (artifact,) = await profiler.stop()
     assert artifact.stage == "prefill"
     assert "the stop failed: " in (artifact.truncated or "")
     assert "504" in (artifact.truncated or "")
     assert "that writes later" in profiler.ignored[LATE]
-    assert server.scheduler.stop() is None  # it finds its folder
-    session.hand_in_late()  # as at the end of the process
+    assert server.scheduler.stop() is None  # the scheduler finds its folder
+    session.hand_in_late()  # called at the end of the process
     (late,) = (
         path
         for path in files_below(str(tmp_path))
@@ -211,7 +211,7 @@ async def test_files_of_a_stop_that_failed_are_published_by_the_next_capture(
         save_path=str(tmp_path),
         steps="1:3",
         torch={"activities": ["cpu"]},
-        roles={"rollout": {"ranks": "all"}},  # this process writes no trace of its own, which is awaited too
+        roles={"rollout": {"ranks": "all"}},  # else the capture would also wait for a trace of this process
     )
     async with capture(1, engines=SglangServer(server.url), config=config) as first:
         server.scheduler.forward("EXTEND")
@@ -246,8 +246,10 @@ async def test_an_engine_that_our_own_failed_stop_left_recording_is_not_blamed_o
 
 
 async def failed(server: FakeServer, root: Path, step: int, mode: str | None) -> None:
-    """A capture whose stop a proxy answers, so that the server records on. `mode` None: it has stopped, and
-    nothing will ever come.
+    """Make a capture whose stop fails in a proxy, so that the server records on.
+
+    Args:
+        mode: Mode of the pass that runs then; None if the server has stopped and will write no file.
     """
     profiler = SglangServer(server.url)
     await profiler.start(msgspec.structs.replace(a_capture(root), step=step))
@@ -294,7 +296,7 @@ async def test_a_refused_start_says_what_the_server_said(
 async def test_a_decode_server_that_ran_and_recorded_no_stage_is_not_called_idle(
     server: FakeServer, tmp_path: Path, passes: int
 ) -> None:
-    """Its stop answers 500 in both cases, as a real one's does (`real/engine_decode.py`)."""
+    """The server answers a stop with 500 in both cases, as a real server does (`real/engine_decode.py`)."""
     server.info["disaggregation_mode"] = "decode"
     profiler = SglangServer(server.url)
     await profiler.start(msgspec.structs.replace(a_capture(tmp_path), by_stage=True))
@@ -337,7 +339,7 @@ async def test_a_capture_that_was_given_up_and_could_not_be_stopped_is_stopped_b
     await given_up.start(a_capture(tmp_path))
     server.scheduler.forward("EXTEND")
     server.stop_status = 504
-    given_up._thread.submit(given_up._drop).result()  # as of a start that was cancelled
+    given_up._thread.submit(given_up._drop).result()  # called if a start was cancelled
     server.stop_status = None
     profiler = SglangServer(server.url)
     await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=2))

@@ -1,4 +1,4 @@
-"""From a captured step with SGLang in it to the merged timeline."""
+"""Test of a step with SGLang, from its capture to the merged timeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = {
 
 
 async def captured(root: Path, **engine: object) -> Path:
-    """Return the folder of a step with a replica of two ranks, and a turn that asked it something."""
+    """Return the folder of a step with a replica of two ranks, and a turn that sent a request to it."""
     manager = FakeManager(tp=2)
     config = ProfileConfig(
         save_path=str(root),

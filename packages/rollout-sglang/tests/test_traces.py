@@ -1,4 +1,4 @@
-"""Names and contents of SGLang's files."""
+"""Tests of the names and contents of SGLang's files."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_is_no_trace_is_not_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [0, *range((1 << 20) - 420, (1 << 20) + 20, 11)])
 def test_a_pass_counts_once_although_a_gpus_trace_has_it_twice(tmp_path: Path, before: int) -> None:
-    """Wherever the chunks end in which the file is read."""
+    """The file is read in chunks, and a chunk may end anywhere in an event."""
     names = ["step[EXTEND bs=4 toks=32]", "step[DECODE bs=4]", "step[DECODE bs=3]", "step[IDLE bs=0]"]
     events = ", ".join(
         f'{{"ph": "X", "cat": "{cat}", "name": "{name}", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}}'

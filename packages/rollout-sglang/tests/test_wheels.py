@@ -1,4 +1,4 @@
-"""The table of versions against the source in SGLang's own wheels, which is read and never run."""
+"""Tests of the adapter's version numbers against the source in SGLang's wheels, which is never run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.downloads import members, wheel
 pytestmark = pytest.mark.slow
 
 VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
-"""Versions in which an option, or the form of a start, appeared, and most of the versions before those."""
+"""Versions in which an option or a signature of the start appeared, and most of the versions before those."""
 _PARTS = ("io_struct", "profiler", "tokenizer")
 
 
 @cache
 def modules(version: str) -> dict[str, ast.Module]:
-    """Return the parsed modules that have to do with profiling, by name."""
+    """Return the parsed modules about profiling, by name."""
     folder = wheel(f"sglang=={version}") / "sglang" / "srt" / "managers"
     paths = (path for path in folder.rglob("*.py") if any(word in path.stem for word in _PARTS))
     return {path.stem: ast.parse(path.read_text()) for path in paths}
@@ -62,7 +62,7 @@ def test_a_start_is_one_object_from_0_5_15_on(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_stop_disarms_what_it_stops_and_nothing_else_does(version: str) -> None:
-    """Why a recording is started and stopped to clear what is armed."""
+    """This is why a short recording is started and stopped to clear an armed start."""
     clears = {
         function.name
         for module in modules(version).values()
@@ -79,7 +79,7 @@ def test_a_stop_disarms_what_it_stops_and_nothing_else_does(version: str) -> Non
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_start_that_names_a_pass_takes_at_least_the_next_one(version: str) -> None:
-    """Why every capture begins with `start_step` 1, and why its `num_steps` are counted right everywhere."""
+    """This is why every capture sets `start_step` to 1, so that `num_steps` is correct in all versions."""
     text = "\n".join(ast.unparse(module) for name, module in modules(version).items() if "profiler" in name)
     assert "max(start_step, self." in text
     assert "self.profiler_target_forward_ct = self.profiler_start_forward_ct + num_steps" in text
@@ -87,7 +87,9 @@ def test_a_start_that_names_a_pass_takes_at_least_the_next_one(version: str) -> 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_names_say_their_axes_in_the_order_in_which_they_are_read(version: str) -> None:
-    """Why `parse_name` reads -TP-, -DP-, -PP-, -EP-; 0.5.3 says only -TP-, so its ranks may be None."""
+    """This is why `parse_name` reads -TP-, -DP-, -PP-, -EP-. In 0.5.3 names have only -TP-, so a rank may be
+    None.
+    """
     text = "\n".join(ast.unparse(module) for name, module in modules(version).items() if "profiler" in name)
     axes = re.findall(r"f['\"]([A-Z]{2})-{", text)
     assert axes == (["TP", "DP", "PP", "EP"] if numbers(version) >= (0, 5, 4) else [])
@@ -95,7 +97,7 @@ def test_names_say_their_axes_in_the_order_in_which_they_are_read(version: str) 
 
 
 def users_of(version: str, attribute: str) -> set[str]:
-    """Return the functions of SGLang's managers in which `<something>.<attribute>` stands."""
+    """Return the functions of SGLang's managers that use an attribute of this name."""
     folder = wheel(f"sglang=={version}") / "sglang" / "srt" / "managers"
     texts = (path.read_text() for path in folder.rglob("*.py"))
     return {
@@ -111,7 +113,7 @@ def users_of(version: str, attribute: str) -> set[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_count_of_forward_passes_is_shown_to_nobody(version: str) -> None:
-    """Why `iterations.start` takes our plugin: it is counted, compared, and written into lines of a log."""
+    """This is why `iterations.start` needs stepscope's plugin. SGLang only counts, compares and logs it."""
     counted = {"__init__", "init_running_status", "run_batch"}
     compared = {"init_profile", "init_profiler", "_profile_batch_predicate", "update_running_batch"}
     watched = {"watchdog_thread", "create_scheduler_watchdog"}
@@ -124,7 +126,7 @@ def test_the_count_of_forward_passes_is_shown_to_nobody(version: str) -> None:
     [("0.5.13", False), (SCOPED_BATCHES_SINCE, True), ("0.5.19", True), ("0.5.23", True)],
 )
 def test_a_batch_is_a_scope_from_0_5_14_on(version: str, scoped: bool) -> None:
-    """In which a stage's profile is stopped and the next one started."""
+    """A stage's profile is stopped, and the next one started, inside this scope."""
     scheduler = ast.parse((members(f"sglang=={version}", [_SCHEDULER]) / _SCHEDULER).read_text())
     (run_batch,) = [
         node for node in ast.walk(scheduler) if isinstance(node, ast.FunctionDef) and node.name == "run_batch"
@@ -146,7 +148,7 @@ _SCHEDULER = "sglang/srt/managers/scheduler.py"
     ("version", "has"), [("0.5.10.post1", False), (PLUGINS_SINCE, True), ("0.5.23", True)]
 )
 def test_schedulers_load_plugins_from_0_5_11_on(version: str, has: bool) -> None:
-    """Check the plugin's foundation: its caller, and the answer to which it adds the count of passes."""
+    """The plugin needs its caller, and the answer to which it adds the number of passes."""
     folder = members(f"sglang=={version}", [_PLUGINS, _SCHEDULER])
     assert (folder / _PLUGINS).exists() == has
     if not has:

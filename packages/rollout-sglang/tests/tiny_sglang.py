@@ -1,4 +1,4 @@
-"""A tiny random model and the settings with which SGLang serves it on a CPU, without kernels of its own."""
+"""A tiny random model, and the settings with which SGLang serves it on a CPU without SGLang's kernels."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from stepscope_sglang._versions import installed, older
 
 T = TypeVar("T")
 _KNOWS_ALL = "0.5.23"
-"""The release whose engine has every argument of `settings`: no import of ten seconds to see which it has."""
+"""Release whose engine has every argument in `settings`. For this release, sglang is not imported to find out
+which arguments it has, because the import takes 10 s."""
 _MEMORY = 16 << 30
-"""Bytes of address space."""
+"""Limit of the address space in bytes."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
-# GPT-2, because its positions are learned: rotary ones ask for a kernel when the model is built.
+# The model is a GPT-2, because its positions are learned. Rotary positions need a kernel.
 MODEL = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -62,25 +63,26 @@ SPLIT = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
-"""OPT: learned positions too, and unlike SGLang's GPT-2 it can be split over tensor and pipeline ranks."""
+"""An OPT, which has learned positions too. Unlike SGLang's GPT-2, it can be split over tensor and pipeline
+ranks."""
 
 
 def limit_memory() -> None:
-    """Limit the memory of this process and its children: an engine recorded while it spins takes
-    gigabytes.
+    """Limit the memory of this process and its children, because an engine that polls while it is recorded
+    takes gigabytes.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
 
 
 def write_model(folder: Path, model: Mapping[str, object] = MODEL) -> Path:
-    """Only its configuration: SGLang makes up the weights (`load_format="dummy"`)."""
+    """Write the model's configuration. SGLang makes random weights (`load_format="dummy"`)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model))
     return folder
 
 
 def settings(model: Path, **changes: object) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine` that this version knows."""
+    """Return arguments for `sglang.Engine`, without those that this version does not have."""
     wanted: dict[str, object] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -98,7 +100,7 @@ def settings(model: Path, **changes: object) -> dict[str, Any]:
         "log_level": "error",
         "random_seed": 0,
         "enable_metrics": True,
-        "sleep_on_idle": True,  # an idle scheduler that spins while it is recorded takes gigabytes in seconds
+        "sleep_on_idle": True,  # a recording of an idle scheduler that polls takes gigabytes in seconds
         **changes,
     }
     if not older(installed(), _KNOWS_ALL):
@@ -111,7 +113,7 @@ def settings(model: Path, **changes: object) -> dict[str, Any]:
 
 
 async def generate(engine: Any, requests: int = 2, tokens: int = 4) -> list[dict[str, Any]]:
-    """`requests` at once: one prefill or a few, then `tokens` - 1 decodes."""
+    """Run `requests` requests at once: one or a few prefill passes, then `tokens` - 1 decode passes."""
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     prompts = [[1 + (number + place) % 500 for place in range(8)] for number in range(requests)]
     answers = [engine.async_generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
@@ -119,6 +121,6 @@ async def generate(engine: Any, requests: int = 2, tokens: int = 4) -> list[dict
 
 
 def on_its_loop(engine: Any, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on the engine's own loop, as its synchronous methods do."""
+    """Run `work` on the engine's own loop, as the engine's synchronous methods do."""
     result: T = engine.loop.run_until_complete(work)
     return result

@@ -1,7 +1,8 @@
-"""Notes about vllm-ascend before it is profiled, and the treatment of its folders.
+"""Tests of captures of vllm-ascend: the options without effect, and its folders.
 
-It was not run: no NPU here. What it does is read from its code (test_ascend_wheels.py): a worker's profiler
-begins with its first start, keeps the name of that start, and leaves a folder at each stop.
+vllm-ascend was never run, because no NPU was available. Its behaviour is read from its code
+(test_ascend_wheels.py): a worker makes its profiler at the first start, keeps the name of that start, and
+writes a folder at each stop.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def test_without_vllm_ascend_a_check_has_nothing_to_say(caplog: pytest.LogCaptur
 def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
+    """vLLM 0.13 has a `profiler_config`, but vllm-ascend 0.13 does not read it."""
     monkeypatch.setattr(ascend_profiler, "installed", lambda: NEWEST._replace(by_environment=True))
     monkeypatch.setattr(ascend_profiler, "_told", True)
     settings = {"torch_profiler_dir": "/a/folder"}
@@ -108,7 +109,7 @@ def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
 
 @pytest.fixture
 def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
-    """Pretend that a vllm-ascend is installed. Provide the threads that have read its code."""
+    """Install a stand-in for vllm-ascend. Provide the threads that have read its code."""
     (tmp_path / "vllm_ascend").mkdir()
     (tmp_path / "vllm_ascend" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -140,7 +141,7 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
 
 
 def test_workers_of_vllm_ascend_are_not_told_to_use_another_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours would be torch's, which sees no NPU."""
+    """stepscope would use torch's profiler, which records no NPU."""
     target = object.__new__(InProcessTarget)
     monkeypatch.setattr(InProcessTarget, "in_this_process", property(lambda _: True))
     assert target.takes_aim()
@@ -154,11 +155,11 @@ SAID = {
         "experimental_config": {"_profiler_level": "Level1", "_msprof_tx": False, "_export_type": ["text"]},
     }
 }
-"""As torch_npu notes it in `profiler_info*.json`."""
+"""Content of `profiler_info*.json` as torch_npu writes it."""
 
 
 class Ascend:
-    """An engine with two workers of vllm-ascend, as far as its folders go."""
+    """A stand-in for an engine with two workers of vllm-ascend, which writes their folders."""
 
     version = "0.32.0"
     settings: ClassVar[Mapping[str, object]] = {}
@@ -233,7 +234,7 @@ def test_each_capture_gets_the_folders_of_its_own_step(tmp_path: Path) -> None:
 
 
 def test_what_a_servers_recordings_say_of_themselves_is_reported(tmp_path: Path) -> None:
-    """Only its recordings tell that a server is vllm-ascend's, and with which options it records."""
+    """Only its recordings show that a server runs vllm-ascend, and with which options it records."""
     capture = a_capture(tmp_path, record_shapes=True, with_stack=True)
     for artifact in captured(Desk(), Ascend(tmp_path / "engine"), capture):
         assert "no setting" in artifact.ignored["record_shapes"]

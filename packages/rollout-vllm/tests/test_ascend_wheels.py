@@ -1,7 +1,6 @@
-"""Options of vllm-ascend's profiler, read in its wheels, whose code never runs.
+"""Tests of the options that the adapter reads from the code of vllm-ascend, in wheels that never run.
 
-The adapter reads the same in whatever is installed. Here stands what it says of releases that are known: of
-the oldest wheel, the newest, and both sides of each change between them.
+The wheels are the oldest, the newest, and those before and after each known change.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ WHEELS = {
     "0.14.0rc1": (STACKS, "torch_profiler_with_stack"),
     "0.26.0rc1": (MODULES, "torch_profiler_with_stack"),
 }
-"""{version: (the argument of torch_npu's profiler that `with_stack` becomes, whence it is taken)}.
+"""{version: (argument of torch_npu's profiler that `with_stack` sets, source of its value)}.
 
-Releases after 0.26 have no wheel. In the source of 0.30.0rc2 it was compared by hand: as in 0.26.
+Releases after 0.26 have no wheel. The source of 0.30.0rc2 was compared by hand, and is as in 0.26.
 """
 _TAGS = ("manylinux1_x86_64", "manylinux2014_x86_64", "manylinux_2_24_x86_64", "manylinux_2_34_x86_64")
 _ANY_LINUX = [word for tag in _TAGS for word in ("--platform", tag)] + ["--python-version", "3.11"]
@@ -61,7 +60,7 @@ CAPTURE = EngineCapture(
 
 
 def worker_of(version: str) -> ast.Module:
-    """Return the module of the worker, which a start and a stop reach."""
+    """Return the parsed module of the worker, which handles a start and a stop."""
     folder = package(version) / "worker"
     paths = [folder / name for name in ("worker_v1.py", "worker.py") if (folder / name).exists()]
     return ast.parse(paths[0].read_text())
@@ -92,14 +91,16 @@ def test_what_becomes_of_stacks_is_said_as_its_code_has_it(version: str) -> None
 
 @pytest.mark.parametrize("version", WHEELS)
 def test_those_up_to_0_13_look_at_the_environment_alone(version: str) -> None:
-    """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
+    """vLLM 0.13 has a `profiler_config`, but vllm-ascend 0.13 does not read it."""
     old = tuple(map(int, version.split(".")[:2])) <= (0, 13)
     assert ascend_profiler.of_source(package(version), "vllm-ascend").by_environment == old
 
 
 @pytest.mark.parametrize("version", WHEELS)
 def test_a_start_takes_a_name_in_newer_ones_and_keeps_the_first(version: str) -> None:
-    """Why folders are told apart by what was there before a start, and not by their names."""
+    """This is why a capture recognises its folders by their absence before the start, and not by their
+    names.
+    """
     [profile] = [
         node
         for node in ast.walk(worker_of(version))
@@ -115,7 +116,7 @@ def test_a_start_takes_a_name_in_newer_ones_and_keeps_the_first(version: str) ->
 
 
 def test_a_folder_as_torch_npu_names_it_is_known_with_and_without_a_workers_name() -> None:
-    """`<worker or host>_<pid>_<time>_ascend_pt`."""
+    """The name is `<worker or host>_<pid>_<time>_ascend_pt`."""
     assert is_recording("step_000002_run_dp0_pp0_tp1_dcp0_ep1_rank1_71_20260101000000000_ascend_pt")
     assert is_recording("some-host_4711_20260101000000000_ascend_pt")
 

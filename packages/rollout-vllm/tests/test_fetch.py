@@ -1,6 +1,6 @@
-"""A trace on the disk of a worker's own host.
+"""Tests of copying a trace from the disk of a worker on another host.
 
-That disk is another folder here; `real/test_vllm_more.py` has a real worker's.
+The other disk is a folder here. `real/test_vllm_more.py` has a real worker with a disk of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stepscope_vllm._engine_side import extension
 
 
 class Workers:
-    """Two of an engine; the second one's root is `disk`."""
+    """A stand-in for an engine's two workers. The second worker's root folder is `disk`."""
 
     def __init__(self, disk: Path, wrote: Path) -> None:
         self.disk = disk

@@ -1,4 +1,4 @@
-"""Worker extensions of others, joined with ours."""
+"""Tests of classes that join a worker extension of another package with stepscope's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Theirs:
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name an extension in a module that can be imported."""
+    """Return the name of an extension in a module that can be imported."""
     module = ModuleType("their_workers")
     monkeypatch.setitem(sys.modules, "their_workers", module)
     setattr(module, "Theirs", Theirs)  # noqa: B010  # no attribute of a module for mypy
@@ -27,7 +27,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def class_at(name: str) -> type:
-    """Return the class of a dotted name as vLLM finds it."""
+    """Return the class with a dotted name, found as vLLM finds it."""
     module, _, kind = name.rpartition(".")
     joined: type = getattr(import_module(module), kind)
     return joined

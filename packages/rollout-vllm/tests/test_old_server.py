@@ -1,8 +1,8 @@
-"""A stand-in for `vllm serve` up to 0.30, whose files do not say of which capture they are; the real ones are
-in `real/test_server.py`.
+"""Tests with a stand-in for `vllm serve` up to 0.30, whose file names do not contain the capture's name. The
+real servers are in `real/test_server.py`.
 
-Its profiler is in its API server too, so one stop too many ends it in a segmentation fault. The cases on
-ranks and names are those of verl's tests/utils/test_server_profiler.py (0f9d0f96), as behaviour.
+The API server of such a version has a profiler too, so a second stop crashes it with a segmentation fault.
+The cases on ranks and names follow verl's tests/utils/test_server_profiler.py (0f9d0f96).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OldServer(ThreadingHTTPServer):
         self.folder = folder
         self.stops = 0
         self.files = {"abc-rank-0": EMPTY, "host_7.async_llm": EMPTY}
-        """{name: trace} of the files that each stop writes."""
+        """{name: trace} for the files that each stop writes."""
         folder.mkdir()
 
     @property
@@ -103,7 +103,7 @@ async def recorded(
     ranks: tuple[int, ...] | None,
     tensor_parallel_size: int = 1,
 ) -> tuple[dict[str, int | None], VllmServer]:
-    """Record and return {name that vLLM gave a file: its global rank}."""
+    """Make a capture. Return {name that vLLM gave a file: the file's global rank}, and the profiler."""
     profiler = VllmServer(
         server.url, server.folder, replica=replica, tensor_parallel_size=tensor_parallel_size
     )
@@ -128,9 +128,9 @@ SAID = {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}
         ({"inst9-rank-0": EMPTY, "inst9-rank-1": EMPTY}, 4, (0, 8), 2, {"inst9-rank-0": 8}),
         ({"rank0": EMPTY, "rank1": EMPTY}, 4, None, 2, {"rank0": 8, "rank1": 9}),
         ({"rank0": EMPTY}, 8, None, 1, {"rank0": 8}),
-        ({"host_12345": EMPTY}, 0, (0,), 2, {"host_12345": None}),  # it says none, and is kept
-        ({"rank0": SAID}, 4, None, 2, {"rank0": 9}),  # its content is believed over its name
-        ({"rank9": EMPTY}, 3, None, 1, {"rank9": None}),  # an engine of one worker has no such rank
+        ({"host_12345": EMPTY}, 0, (0,), 2, {"host_12345": None}),  # a file of unknown rank is kept
+        ({"rank0": SAID}, 4, None, 2, {"rank0": 9}),  # the rank in the content counts, not that in the name
+        ({"rank9": EMPTY}, 3, None, 1, {"rank9": None}),  # an engine of one worker has no rank 9
         ({"rank9": SAID}, 3, None, 1, {"rank9": None}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Options that an engine lacks: refused or reported, with a fix, and never dropped."""
+"""Tests of options that an engine lacks. They are refused or reported, with a fix, and never ignored in silence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUILT = {
     "torch_profiler_with_memory": False,
 }
 OLD = dialect_of(["profile_prefix"])
-"""0.17 to 0.31."""
+"""Dialect of vLLM 0.17 to 0.31."""
 
 
 def unable(tmp_path: Path, **asked: Any) -> dict[str, str]:
@@ -69,7 +69,7 @@ def test_an_option_that_the_engine_was_built_without_is_reported_with_the_fix(
 
 
 def test_stacks_that_nobody_asked_for_are_reported(tmp_path: Path) -> None:
-    """vLLM's own default."""
+    """Recording stacks is vLLM's default."""
     built = {**BUILT, "torch_profiler_with_stack": True}
     reasons = options.unable(a_capture(tmp_path), built, OLD, "0.31.0", aimed=False)
     assert "2.7 million events" in reasons["with_stack"]
@@ -89,11 +89,11 @@ def test_an_option_of_no_release_is_refused_with_those_that_there_are(tmp_path: 
         unable(tmp_path, extra={"with_magic": True})
 
 
-# Options of a capture in a worker whose profiler builds its own anew at each start, as in vLLM 0.33.
+# Options of a capture in a worker whose profiler computes its options at each start, as in vLLM 0.33.
 
 
 class Wrapper:
-    """A worker profiler whose start builds its options as that of vLLM 0.33.0 does."""
+    """A worker profiler whose start computes its options as in vLLM 0.33.0."""
 
     def __init__(self) -> None:
         self._base_profiler_kwargs: dict[str, Any] = {"with_stack": True, "on_trace_ready": "vLLM's"}
@@ -116,7 +116,7 @@ def test_a_start_keeps_the_options_of_the_capture_and_its_end_gives_back_the_use
     assert wrapper._profiler_kwargs == {"with_stack": True, "on_trace_ready": "vLLM's"}
 
 
-# The `engine` extra of this distribution is the range that holds at run time.
+# The tests below show that the `engine` extra of this distribution is the range that is checked at run time.
 
 
 def test_an_engine_above_the_range_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +131,7 @@ def test_an_engine_below_the_range_is_refused() -> None:
         _versions.expect_supported("0.0.1")
 
 
-# STEPSCOPE_DISABLE=1: an engine is built as it would be without stepscope.
+# With STEPSCOPE_DISABLE=1, an engine is built as without stepscope.
 
 
 CODE = """
@@ -154,7 +154,7 @@ def test_no_argument_and_no_variable_is_added() -> None:
     assert done.stdout == "{} {} []\n" * 2
 
 
-# Arguments for engines of releases that need not be installed.
+# Arguments for engines of releases that are not installed.
 
 
 def a_config(tmp_path: Path, tool: str) -> ProfileConfig:
@@ -211,7 +211,7 @@ def test_the_environment_of_an_old_release_is_set_around_building_and_taken_back
 
 
 class LLM:
-    """As much of an old one as its settings need: its configuration says nothing of a profiler."""
+    """A stand-in for an old LLM, whose configuration has no profiler."""
 
     llm_engine = SimpleNamespace(vllm_config=SimpleNamespace())
 

@@ -1,4 +1,4 @@
-"""Causes of the end of a vLLM recording, and their reports."""
+"""Tests of the cause of a vLLM recording's end, and of the report about it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stepscope_vllm._files import engine_folder, traces
         (4, {"asked": 8, "expired": "open for more than 3 s"}, "budget", ["3"], None),
         (8, {"asked": 16, "early": True, "ran": 16}, "others", ["8", "16", "8"], None),
         (8, {"early": True, "ran": 8}, "others", None, ["8"]),
-        (8, {"early": True, "ran": 16, "certain": False}, None, None, None),  # it may end recordings itself
+        (8, {"early": True, "ran": 16, "certain": False}, None, None, None),  # the engine may have ended it
     ],
 )
 def test_what_ended_a_recording_is_told_with_its_numbers(
@@ -44,7 +44,7 @@ def test_what_ended_a_recording_is_told_with_its_numbers(
 
 
 def a_trace(folder: Path, name: str, iterations: int) -> Path:
-    """As torch writes it, with its own marks last."""
+    """Write a trace as torch does, with the events of its begin and end last."""
     step = '{"ph": "X", "name": "execute_context_0(0)_generation_1(1)", "ts": 1000.5}, '
     marks = '{"name": "Iteration Start: PyTorch Profiler", "ts": 1000.5},'
     marks += '{"name": "Record Window End", "ts": 9000.25}'
@@ -78,11 +78,11 @@ def test_an_engine_writes_until_the_table_of_its_rank_is_whole(
     assert engine_folder.whole_ns(changed, f"{shown}{name}") == 20 * 10**9
 
 
-# The AsyncLLM's own profiler, where it does not stop: the capture goes on and says what is missing.
+# If the AsyncLLM's own profiler does not stop, the capture goes on and says what is missing.
 
 
 class Frontend:
-    """A stand-in for the torch session of `AsyncLLM.profiler`: it records, and its stop raises."""
+    """A stand-in for the torch session of `AsyncLLM.profiler`, which records, and whose stop raises."""
 
     kineto_results = None
     entered = True

@@ -1,5 +1,5 @@
-"""The plugin of vLLM's processes, over a stand-in for the module that it changes; the real one sends in
-`real/test_vllm_more.py`.
+"""Tests of the plugin in vLLM's processes with a stand-in for the module that it changes.
+`real/test_vllm_more.py` uses the real module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProfilerConfig:
 
 
 class AsyncLLM:
-    """A pipeline of two stages, without our worker extension, as far as a check looks."""
+    """A stand-in for an AsyncLLM with two pipeline stages and without stepscope's worker extension."""
 
     __module__ = "vllm.v1.engine.async_llm"
     output_handler = None
@@ -40,7 +40,9 @@ class AsyncLLM:
 
 @pytest.fixture(params=["isend_object", "isend_tensor_dict"])
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
-    """vLLM's class of groups, which sends on a GPU and on a CPU; a send is a sine here."""
+    """Return a stand-in for vLLM's `GroupCoordinator`, whose send computes a sine. The parameter is the name
+    of the method that sends, which differs between GPUs and CPUs.
+    """
     import torch
 
     cpu = request.param == "isend_tensor_dict"

@@ -1,4 +1,4 @@
-"""Complete files of an engine, and their owners."""
+"""Tests of an engine's files: whether they are complete, their ranks, and the names of captures."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def a_trace(name: str, rank: int, world_size: int | None) -> traces.Trace:
     [
         ("s_dp0_pp0_tp1_dcp0_ep1_rank1", 1, 4, (9, {"tp": 1, "pp": 0, "dp": 0})),
         ("s_dp0_pp1_tp0_dcp0_ep2_rank2", 2, 4, (10, {"tp": 0, "pp": 1, "dp": 0})),
-        ("s_dp1_pp1_tp1_dcp0_ep7_rank7", 7, 8, (23, {"tp": 1, "pp": 1, "dp": 1})),  # one world of experts
-        ("s_dp1_rank3", 3, 4, (23, {"tp": 1, "pp": 1, "dp": 1})),  # a world for each engine
+        ("s_dp1_pp1_tp1_dcp0_ep7_rank7", 7, 8, (23, {"tp": 1, "pp": 1, "dp": 1})),  # all engines in one world
+        ("s_dp1_rank3", 3, 4, (23, {"tp": 1, "pp": 1, "dp": 1})),  # each engine in a world of its own
     ],
 )
 def test_tp_is_the_fastest_then_pp_then_dp(
@@ -73,7 +73,7 @@ def test_prefill_context_parallel_stands_between_tp_and_pp() -> None:
 
 
 def kineto(*events: tuple[str, str]) -> bytes:
-    """Return events of a category and a name, as Kineto writes them."""
+    """Return a trace with an event for each (category, name), as Kineto writes it."""
     return b",\n".join(
         f'{{\n    "ph": "X", "cat": "{cat}", "name": "{name}", "pid": 1, "tid": 1,\n    "ts": 1.000, '
         '"dur": 2.000,\n    "args": {}\n  }'.encode()
@@ -83,7 +83,7 @@ def kineto(*events: tuple[str, str]) -> bytes:
 
 @pytest.mark.parametrize("before", [0, *range((1 << 20) - 420, (1 << 20) + 20, 11)])
 def test_a_pass_counts_once_although_a_gpus_trace_has_it_twice(tmp_path: Path, before: int) -> None:
-    """Wherever the chunks end in which the file is read."""
+    """The file is read in chunks, and a chunk may end anywhere in an event."""
     passes = [
         "execute_context_1(8)_generation_0(0)",
         "execute_1_context_0(0)_generation_3(3)",
@@ -106,11 +106,11 @@ def test_traces_of_captured_cuda_graphs_beside_an_engines_traces_are_not_a_captu
     assert engine_folder.holder(tmp_path, "step_000003_") == tmp_path
 
 
-# The prefix of a capture's files in vLLM, which takes 128 characters of few kinds.
+# The prefix of a capture's files in vLLM, which accepts up to 128 characters of few kinds.
 
 
 TAKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""By vLLM 0.32, which answers ValueError to anything else."""
+"""Prefixes that vLLM 0.32 accepts. It raises ValueError for any other prefix."""
 LONG = f"step_000002_{'run-of-a-scheduler-with-much-to-say.' * 5}"
 
 
@@ -133,6 +133,6 @@ def test_whatever_a_run_is_called_vllm_takes_the_prefix(name: str) -> None:
     ],
 )
 def test_two_captures_that_differ_anywhere_share_no_prefix(one: str, other: str) -> None:
-    """The `_` is vLLM's, which puts its own words behind it."""
+    """vLLM appends `_` and further words to a prefix."""
     assert not f"{prefix_of(one)}_".startswith(f"{prefix_of(other)}_")
     assert not f"{prefix_of(other)}_".startswith(f"{prefix_of(one)}_")

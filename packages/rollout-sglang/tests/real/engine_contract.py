@@ -1,4 +1,4 @@
-"""The contract of an engine profiler, on an engine in this process. Run by `test_engines.py`."""
+"""Tests of the contract of engine profilers on an engine in this process. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 class TestSglangProfiler(EngineConformance):
     honours = frozenset({"iterations", "with_stack", "record_shapes", "by_stage", "merge"})
-    side_by_side = False  # one engine; two replicas are two processes' worth of schedulers
+    side_by_side = False  # a second engine would need twice the processes
     any_loop = False
 
     engine: Any

@@ -1,6 +1,6 @@
-"""A real decode server by stage: the caches of its requests come from SGLang's fake transfer.
+"""Captures by stage of a real decode server, whose KV caches come from SGLang's fake transfer.
 
-It begins to record decoding when two requests run at once. Run by `test_engines.py`.
+The server begins to record decoding when two requests run at once. Run by `test_engines.py`.
 """
 
 from __future__ import annotations

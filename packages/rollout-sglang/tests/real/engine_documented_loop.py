@@ -1,4 +1,4 @@
-"""The loop of the page on SGLang, as it stands there. Run by `test_engines.py`."""
+"""Test of the loop on the documentation's page about SGLang, unchanged. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layout(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step
 
     monkeypatch.setattr(sglang, "Engine", made)
     monkeypatch.chdir(tmp_path)
-    # Absolute: what the run does in the background goes on when this folder is left.
+    # An absolute path, because background work of the run goes on after the working directory has changed.
     Path("stepscope.yaml").write_text(CONFIG.format(folder=tmp_path / "profile"))
     names: dict[str, Any] = {}
     exec(compile(code(), str(PAGE), "exec"), names)

@@ -1,4 +1,4 @@
-"""`examples/sglang_agent_loop.py` runs as it is, and captures what it says. Run by `test_engines.py`."""
+"""Test that `examples/sglang_agent_loop.py` runs and captures what it promises. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tree import ROOT
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    """Return what the example captured."""
+    """Return the run that the example recorded."""
     folder = tmp_path_factory.mktemp("example")
     command = [sys.executable, str(ROOT / "examples" / "sglang_agent_loop.py")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1000)
@@ -43,7 +43,7 @@ def test_each_trajectory_has_turns_with_the_engines_times_and_tools(captured: Ru
         calls = {(stage.role, stage.stage): stage.calls for stage in report.stages}
         turns, tools = calls["agent_loop", "turn"], calls["env", "tool"]
         assert calls["agent_loop", "trajectory"] == 8
-        assert turns - 8 <= tools < turns  # the last turn of a trajectory calls none
+        assert turns - 8 <= tools < turns  # the last turn of a trajectory calls no tool
         assert calls["rollout", "prefill"] == calls["rollout", "decode"] == turns
         (engine,) = report.engines
         assert engine.requests == turns

@@ -1,4 +1,4 @@
-"""Engines of two schedulers: data, tensor and pipeline parallel. Run by `test_engines.py`."""
+"""Tests of engines with two schedulers: data, tensor and pipeline parallel. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ data, tensor, pipeline = (pytest.mark.parametrize("parallel", [name], indirect=T
 def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     model, sizes = LAYOUTS[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for it where there is one NUMA node
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang needs it if there is one NUMA node
         folder = write_model(tmp_path_factory.mktemp("model"), model)
-        # Without metrics: those of a second engine in this process would have the names of the first one's.
+        # Metrics are off, because those of a second engine in this process would have the same names.
         engine = sglang.Engine(**settings(folder, enable_metrics=False, **sizes))
     yield engine
     engine.shutdown()
@@ -92,7 +92,7 @@ def test_merging_of_data_parallel_ranks_is_left_to_us(parallel: Any, tmp_path: P
 @data
 def test_a_later_start_is_refused_where_the_ranks_have_not_run_alike(parallel: Any, tmp_path: Path) -> None:
     while len(set(passes(parallel))) == 1:
-        on_its_loop(parallel, generate(parallel, 1, 2))  # one rank's request
+        on_its_loop(parallel, generate(parallel, 1, 2))  # a request runs on one rank only
     with pytest.raises(EngineError, match="one number for"):
         record(parallel, tmp_path, requests=1, step=2, iterations=Iterations(start=1))
 

@@ -1,4 +1,4 @@
-"""Forward passes of a real scheduler and the requests that they served, against what the engine answered.
+"""Tests of a real scheduler's forward passes and their requests, against the engine's answers.
 
 Run by `test_engines.py`.
 """
@@ -30,7 +30,7 @@ from stepscope_sglang import SglangProfiler, record_request
 
 REQUESTS = 24
 IS_VERSIONED = hasattr(TokenizerManager, "update_weight_version")
-"""False before SGLang 0.5.23, whose schedulers know no version of the weights."""
+"""False before SGLang 0.5.23, when schedulers do not know the version of the weights."""
 
 
 async def play(engine: Any, number: int, answers: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ async def update_weights(manager: Any, **version: str) -> None:
         bucket = [(f"transformer.{name}", torch.ones(64, dtype=torch.bfloat16))]
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)],
-            flush_cache=False,  # 0.5.12 would die if the last request has only just been answered
+            flush_cache=False,  # a flush just after the last answer would kill 0.5.12
             **version,
         )
         done, message = await manager.update_weights_from_tensor(request)
@@ -91,7 +91,7 @@ def test_passes_are_noted_without_a_profile_and_none_is_left_armed(engine: Any, 
 def test_the_latest_passes_are_kept_between_captures_and_read_while_it_generates(
     engine: Any, tmp_path: Path
 ) -> None:
-    """A capture takes the passes of its step, and the flight recorder keeps those after it."""
+    """A capture takes the passes of its step, and the flight recorder keeps later passes."""
     profiler, answers, while_it_ran = SglangProfiler(engine, replica=0), dict[str, Any](), list[PassFile]()
 
     async def generate(*numbers: int) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def test_the_latest_passes_are_kept_between_captures_and_read_while_it_generates
         return told + await running
 
     def kept_since(start_ns: int) -> PassFile:
-        (kept,) = profiler.kept_passes(start_ns)  # from earlier tests of this engine too
+        (kept,) = profiler.kept_passes(start_ns)  # may include passes of earlier tests
         return between(kept, start_ns, time.time_ns())
 
     began_ns = time.time_ns()
@@ -127,7 +127,7 @@ def test_the_latest_passes_are_kept_between_captures_and_read_while_it_generates
 
 
 def test_weights_without_a_version_have_the_number_of_their_update(engine: Any, tmp_path: Path) -> None:
-    """Each step updates the weights between two pairs of requests, the third one with a version."""
+    """Each step updates the weights between two pairs of requests. The third update states a version."""
     config = config_of(tmp_path)
 
     async def step(number: int, version: dict[str, str]) -> tuple[object, object]:
@@ -185,7 +185,7 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
         name: one["meta_info"]["prompt_tokens"] + one["meta_info"]["completion_tokens"] - 1
         for name, one in answers.items()
     }
-    assert max(noted.passes.requests) <= 8  # so many run at once
+    assert max(noted.passes.requests) <= 8  # the engine runs at most 8 requests at once
     assert max(noted.passes.waiting) > 0
     assert {"prefill", "decode"} <= set(noted.passes.kind)
     begun = {request.trajectory: request.version_begun for request in step_requests(timeline)}
@@ -195,4 +195,4 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
     assert begun == {f"task-{n}": counted if n < REQUESTS // 2 else later for n in range(REQUESTS)}
     (batches,) = step_batches(timeline)
     assert batches.linked == REQUESTS
-    assert batches.passes > 3  # notes go on when the profile has its count of passes
+    assert batches.passes > 3  # notes go on after the profile has reached its count

@@ -1,4 +1,4 @@
-"""An engine inside a Ray actor whose class knows nothing of us. Run by `test_engines.py`."""
+"""Tests of an engine in a Ray actor whose class does not use stepscope. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepscope_report.timeline import load_step, merge_step
 
 
 class Rollout:
-    """As frameworks write it: an async actor that holds the engine."""
+    """An async actor that holds the engine, as in RL frameworks."""
 
     def __init__(self, model: str) -> None:
         import sglang

@@ -1,7 +1,7 @@
-"""Two real servers: behind sglang's router, and as the prefill and the decode part of one replica.
+"""Tests of two real servers behind sglang's router, and as prefill and decode server of one replica.
 
-The servers are whole ones, which both run each request that the router sends to a pair: real disaggregation
-needs a transfer of the cache that takes CUDA. Run by `test_engines.py`.
+Both servers run every request that the router sends to the pair, because real disaggregation needs CUDA for
+the transfer of the KV cache. Run by `test_engines.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stepscope_sglang import SglangServer
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Live]]:
     folders = [tmp_path_factory.mktemp(name) for name in ("prefill", "decode")]
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:  # they take as long as one when started at once
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:  # started at once, both take as long as one
         yield list(pool.map(lambda folder: stack.enter_context(live_server(folder)), folders))
 
 
@@ -101,7 +101,7 @@ async def test_a_replica_of_a_prefill_and_a_decode_server_is_one_capture_and_one
     assert [name.split("_")[0] for name in names] == [
         live.url.partition("://")[2].replace(":", "-") for live in sorted(servers)
     ]
-    assert {artifact.rank for artifact in entry.artifacts} == {None}  # nothing says which comes first
+    assert {artifact.rank for artifact in entry.artifacts} == {None}  # the order of the servers is unknown
     layout = RunLayout(tmp_path).steps()[1]
     assert load_step(layout.root).manifest is not None
     assert merge_step(layout.root).problems == ()
@@ -122,7 +122,7 @@ async def test_a_count_is_reached_on_each_part_by_itself(
 
 
 async def test_a_part_that_dies_costs_its_own_file_and_is_named(servers: list[Live], tmp_path: Path) -> None:
-    """The last one: nobody starts it again."""
+    """This test comes last, because it kills a server."""
     prefill, decode = servers
     replica = SglangServer(prefill.url, decode.url)
     wanted = a_capture(tmp_path)

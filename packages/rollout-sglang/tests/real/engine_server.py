@@ -1,4 +1,4 @@
-"""A real server: the contract, the controls, and what it answers. Run by `test_engines.py`."""
+"""Tests of a real server: the contract of profilers, the options, the answers. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_server_says_what_it_is(server: str) -> None:
 def test_the_counters_of_a_server_are_what_its_client_counts(server: str, tmp_path: Path) -> None:
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"rollout": {"ranks": "all"}})
     with capture(1, engines=[SglangServer(server)], config=config) as cap:
-        time.sleep(4)  # it is asked once a second, and later while the machine is busy
+        time.sleep(4)  # the server is asked once a second, or less often if the machine is busy
         for _ in range(3):
             post(server, 4)
         time.sleep(4)
@@ -117,7 +117,7 @@ def test_a_servers_window_opens_when_so_many_requests_run(
     window = {"rollout": {"ranks": "all", "engine": {"iterations": {"running": running, "count": 5}}}}
     config = ProfileConfig(save_path=tmp_path, steps="1", roles=window)
     with capture(1, engines=[SglangServer(server)], config=config) as cap, ThreadPoolExecutor(6) as pool:
-        until = time.monotonic() + 12  # it is asked once a second
+        until = time.monotonic() + 12  # the server is asked once a second
         while time.monotonic() < until and not list(tmp_path.rglob("*trace.json*")):
             list(pool.map(post, [server] * 6, [100] * 6))
     cap.result.raise_for_missing()
@@ -188,7 +188,7 @@ async def test_an_answer_over_http_says_where_its_time_went(server: str) -> None
 async def test_a_server_whose_scheduler_dies_fails_its_capture_and_leaves_the_earlier_ones(
     live: Live, tmp_path: Path
 ) -> None:
-    """The last one: nobody starts it again."""
+    """This test comes last, because it kills the server."""
     profiler = SglangServer(live.url)
     await profiler.start(a_capture(tmp_path))
     await asyncio.to_thread(post, live.url, 3)

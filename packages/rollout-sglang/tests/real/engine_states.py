@@ -1,7 +1,7 @@
-"""Captures on a real engine: every control, every way to end, every refusal.
+"""Tests of captures on a real engine: every option, every cause of an end, every refusal.
 
-Run by `test_engines.py`, for each version that is tried. One file above 400 lines, because all of it is
-asked of one engine.
+Run by `test_engines.py` for each tested version. This file has more than 500 lines, because all tests use one
+engine.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from stepscope_sglang._versions import PLUGINS_SINCE
 
 VERSION = numbers(sglang.__version__)
 SLACK_NS = 50_000_000
-"""Between the scheduler and whoever gets its tokens."""
+"""Largest time between the scheduler's clock readings and the caller's."""
 NAMES_STEPS = VERSION >= (0, 5, 11)
-"""True if traces say `step[EXTEND ...]` and `step[DECODE ...]`."""
+"""True if traces name forward passes `step[EXTEND ...]` and `step[DECODE ...]`."""
 
 
 def asked(root: Path, **changes: Any) -> EngineCapture:
@@ -53,7 +53,7 @@ def asked(root: Path, **changes: Any) -> EngineCapture:
 
 
 def record(engine: Any, wanted: EngineCapture, *, tokens: int = 5, requests: int = 1) -> list[Artifact]:
-    """One capture around one generation, from synchronous code as RL loops are."""
+    """Return the artifacts of one capture around one generation, made from synchronous code."""
 
     async def scenario() -> list[Artifact]:
         profiler = SglangProfiler(engine)
@@ -77,7 +77,7 @@ def test_the_schedulers_counters_of_an_engine_are_told_from_those_of_others(engi
     everything, own = counters_here(None), counters_here(InProcessTarget(engine).pids())
     assert {"running requests", "waiting requests", "generation tokens"} <= everything.keys()
     assert {"running requests", "waiting requests"} <= own.keys()
-    assert "generation tokens" not in own  # the front end's, which is this process
+    assert "generation tokens" not in own  # a counter of the front end, which is in this process
     assert counters_here([os.getpid() + 1_000_000]) == {}
 
 
@@ -87,7 +87,7 @@ def test_the_counters_of_a_step_are_what_the_loop_counts(engine: Any, tmp_path: 
 
     async def step() -> CaptureResult:
         async with capture(1, engines=[engine], config=config) as cap:
-            await asyncio.sleep(1.5)  # it is read once a second
+            await asyncio.sleep(1.5)  # the counters are read once a second
             for _ in range(3):
                 await generate(engine, requests=2, tokens=5)
             await asyncio.sleep(2.5)
@@ -107,7 +107,7 @@ def events_of(artifact: Artifact, wanted: EngineCapture) -> list[dict[str, Any]]
 
 
 def steps_of(artifact: Artifact, wanted: EngineCapture) -> list[str]:
-    """`EXTEND`, `DECODE`... of each forward pass in the file."""
+    """Return `EXTEND`, `DECODE`... for each forward pass in the file."""
     names = (str(event.get("name")) for event in events_of(artifact, wanted))
     return [name[5:].partition(" ")[0] for name in names if name.startswith("step[")]
 
@@ -118,7 +118,7 @@ def ended(artifact: Artifact, wanted: EngineCapture) -> object:
 
 
 def assert_works(engine: Any, tmp_path: Path) -> None:
-    """The engine generates, nothing records it, and it can be captured."""
+    """Assert that the engine generates, is not being recorded, and can be captured."""
 
     async def scenario() -> None:
         await generate(engine, 1, 3)
@@ -130,7 +130,7 @@ def assert_works(engine: Any, tmp_path: Path) -> None:
     assert record(engine, wanted)
 
 
-# Who stopped it.
+# Causes of a recording's end.
 
 
 def test_a_capture_ends_with_our_stop_and_holds_every_iteration(engine: Any, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_count_that_is_not_reached_ends_with_the_capture(engine: Any, tmp_path
 
 
 COUNTS = numbers(PLUGINS_SINCE) <= VERSION
-"""True if schedulers load plugins: ours shows their count of passes."""
+"""True if schedulers load stepscope's plugin, which shows their number of passes."""
 
 
 def test_a_later_start_that_was_not_reached_leaves_nothing_armed(engine: Any, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_recording_that_somebody_else_stops_is_partial_with_numbers(
         replica = replica_of(cap.result)
         artifact, *_ = replica.artifacts
         if not NAMES_STEPS and count is not None:
-            assert artifact.ended == "count"  # nothing says how many passes are in it
+            assert artifact.ended == "count"  # the number of passes in the file is unknown
             return
         assert (replica.state, artifact.ended) == ("partial", "others")
         if NAMES_STEPS:
@@ -242,7 +242,7 @@ def test_a_recording_that_somebody_else_stops_is_partial_with_numbers(
 def test_no_token_comes_while_sglang_writes_and_the_account_bills_that_to_the_profiler(
     engine: Any, tmp_path: Path, by_stage: bool
 ) -> None:
-    """Against the caller's own clock."""
+    """The times are compared with the caller's own clock."""
     tokens_ns: list[int] = []
 
     async def request() -> None:
@@ -345,14 +345,14 @@ def test_a_stop_that_is_given_up_is_finished_and_the_engine_can_be_captured_agai
         profiler = SglangProfiler(engine)
         await profiler.start(wanted)
         await generate(engine, 1, 3)
-        os.kill(scheduler, signal.SIGSTOP)  # as one that writes for minutes: it answers nothing
+        os.kill(scheduler, signal.SIGSTOP)  # does not answer, like a scheduler that writes for minutes
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(profiler.stop(), 0.5)
         assert not sidecars(tmp_path / "step_000001")
         os.kill(scheduler, signal.SIGCONT)
         again = asked(tmp_path, step=2)
         await profiler.start(again)
-        assert sidecars(tmp_path)  # the next start waits for what was given up
+        assert sidecars(tmp_path)  # the start has waited for the stop that was given up
         await generate(engine, 1, 3)
         (artifact,) = await profiler.stop()
         assert_complete(artifact, again)
@@ -410,7 +410,7 @@ def test_a_start_that_is_cancelled_on_its_way_leaves_nothing_armed(
             await asyncio.wait_for(starting, 0.5)
         os.kill(scheduler, signal.SIGCONT)
         await generate(engine, 1, 5)
-        await asyncio.wrap_future(profiler._thread.submit(lambda: None))  # what was given up is ended there
+        await asyncio.wrap_future(profiler._thread.submit(lambda: None))  # the given-up work runs before this
 
     on_its_loop(engine, scenario())
     assert_works(engine, tmp_path)
@@ -452,7 +452,7 @@ def test_files_of_a_stop_that_missed_its_deadline_are_pending_until_they_come(
 
 
 def test_stages_of_a_capture_that_begins_during_decoding_do_no_harm(engine: Any, tmp_path: Path) -> None:
-    """SGLang then drops the decode profile without a stop, in the middle of a pass, for the prefill's."""
+    """SGLang then drops the decode profile in the middle of a pass, without a stop, to start another."""
 
     async def scenario(step: int) -> list[Artifact]:
         profiler = SglangProfiler(engine)
@@ -480,7 +480,7 @@ def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, 
     assert_works(engine, tmp_path)
 
 
-# What is refused, before the engine hears of it.
+# Captures that are refused before the engine is called.
 
 
 def test_a_profile_that_somebody_else_runs_is_left_alone(engine: Any, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Every control together with every other: the eight rows of an orthogonal array hold all pairs of settings.
+"""Tests of all pairs of options, by the eight rows of an orthogonal array.
 
-Through `capture()` and a configuration, as a training loop says it. Run by `test_engines.py`.
+The options are set by a configuration, and `capture()` records. Run by `test_engines.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Row(NamedTuple):
     record_shapes: bool
     cuda: bool
     start: bool
-    """True if `start: 0` is written; False if it is left to the default."""
+    """True if the configuration states `start: 0`; False if it relies on the default."""
 
 
 ROWS = [Row(a, b, a ^ b, c, a ^ c, b ^ c, a ^ b ^ c) for a, b, c in product((False, True), repeat=3)]
-"""Taguchi's L8."""
+"""Rows of Taguchi's orthogonal array L8."""
 
 
 def config_of(row: Row, save_path: Path, iterations: dict[str, int] | None = None) -> ProfileConfig:
@@ -125,7 +125,8 @@ def assert_content(trace: Artifact, step: Path, row: Row) -> None:
 
 
 PAIRS = list(product((None, 0, 1), (None, 1), (False, True)))
-"""`start` and `count`: default, 0 or 1, with and without stages. A count of 0 is refused, below."""
+"""(start, count, by stage): all pairs of `start` and `count`, with None for the default. A count of 0 is
+refused, as another test shows."""
 
 
 @pytest.mark.parametrize(("start", "count", "by_stage"), PAIRS, ids=str)
@@ -174,7 +175,7 @@ def passes_of(trace: Artifact, step: Path) -> int:
 
 
 def embeddings(events: list[dict[str, Any]]) -> int:
-    """Forward passes: each has two."""
+    """Return the number of forward passes, each of which has two embeddings."""
     return [event.get("name") for event in events].count("aten::embedding") // 2
 
 

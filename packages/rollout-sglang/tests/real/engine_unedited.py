@@ -1,4 +1,4 @@
-"""Engines of an unedited framework under `stepscope run`. Run by `test_engines.py`."""
+"""Tests of engines in an unedited framework under `stepscope run`. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RAY_STEP = "{module: unedited_sglang, name: RayTrainer.step, step: around, engin
 
 
 def run(folder: Path, program: str, *entries: str) -> subprocess.CompletedProcess[str]:
-    """Run the program under `stepscope run`, which captures its steps 1 and 2."""
+    """Run `program` under `stepscope run`, which captures its steps 1 and 2."""
     (folder / "train.py").write_text(program)
     listed = "".join(f"- {entry}\n" for entry in entries)
     roles = (
@@ -52,7 +52,7 @@ def run(folder: Path, program: str, *entries: str) -> subprocess.CompletedProces
     )
     (folder / "stepscope.yaml").write_text(f"steps: [1, 2]\n{roles}instrument:\n{listed}")
     command = ["run", "--config", "stepscope.yaml", "--save-path", "run", "train.py"]
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as ray_folder:  # short, for Ray's sockets
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as ray_folder:  # sockets need a short path
         paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,

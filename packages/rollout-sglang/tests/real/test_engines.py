@@ -1,7 +1,7 @@
 """Runs each file of tests on a real engine in a process of its own, with a limit on its memory.
 
-When a scheduler crashes SGLang kills the process that made it: there, that is the one with the tests of one
-file. The limit is there because an engine that is recorded while it spins takes gigabytes within seconds.
+If a scheduler crashes, SGLang kills the process that made the engine, which here runs the tests of one file
+only. The memory is limited because an idle engine that polls while it is recorded takes gigabytes in seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tiny_sglang import limit_memory
 
 from stepscope_sglang._versions import installed
 
-pytestmark = pytest.mark.needs("sglang")  # not imported: each group has a process that does so
+pytestmark = pytest.mark.needs("sglang")  # sglang is not imported here, but in the process of each group
 HERE = Path(__file__).parent
 _OLDEST_WITH_ALL = (0, 5, 23)
-"""The others run what says how an engine of their version behaves."""
+"""First version that runs all files. Older versions run only files that show how their engine behaves."""
 _OLDEST_WITH_PASSES = (0, 5, 12)
 _LAYOUTS = (0, 5, 20)
-"""Run on request: it starts several schedulers."""
+"""Version of the tests with several schedulers, which run only on request."""
 
 VERSION = tuple(int(part) for part in (installed() or "0").split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
@@ -44,8 +44,8 @@ if VERSION == _LAYOUTS:
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
 def test_on_a_real_engine(files: list[str]) -> None:
-    # What SGLang warns of while it is imported is not for us to mend. What its processes write is not held
-    # back: a scheduler that dies leaves pytest no time to show it.
+    # SGLang's warnings at its import are ignored. The output of its processes is not captured, because pytest
+    # could not show it after a scheduler has died.
     options = ["-v", "--capture=sys", "-W", "ignore"]
     command = [sys.executable, "-m", "pytest", *options, *(str(HERE / file) for file in files)]
     done = subprocess.run(
@@ -53,7 +53,7 @@ def test_on_a_real_engine(files: list[str]) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Nothing is compiled here, and making ready for it takes each process of an engine two seconds.
+        # Nothing is compiled here, and preparing to compile takes each process of an engine two seconds.
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
         preexec_fn=partial(_limit, files),
         timeout=1100,
@@ -63,6 +63,6 @@ def test_on_a_real_engine(files: list[str]) -> None:
 
 
 def _limit(files: list[str]) -> None:
-    os.setsid()  # what the engine kills when it dies ends here
+    os.setsid()  # a dying engine kills its process group, which must not contain pytest
     if files[0] not in ("engine_ray.py", "engine_unedited.py"):  # Ray reserves more than it uses
         limit_memory()

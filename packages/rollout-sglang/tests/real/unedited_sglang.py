@@ -1,4 +1,4 @@
-"""A framework with SGLang engines in its process and in Ray actors. It knows nothing of stepscope."""
+"""A framework with SGLang engines in its process and in Ray actors. It does not use stepscope."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SAMPLING = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 class Replica:
-    """A rollout worker with an engine in it."""
+    """A rollout worker with an engine."""
 
     def __init__(self, rank: int, arguments: dict[str, Any]) -> None:
         self.rank = rank
@@ -41,7 +41,7 @@ class LocalTrainer:
 
 
 class RayTrainer:
-    """A loop with an engine in a Ray actor, which the framework calls number 1."""
+    """A loop with an engine in a Ray actor. The framework gives the replica the number 1."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         import ray

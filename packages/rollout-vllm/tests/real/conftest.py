@@ -1,4 +1,4 @@
-"""One engine at a time: each file that imports vLLM builds its own, and takes it down."""
+"""Fixtures for tests with real engines. Each test file builds an engine of its own and shuts it down."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",  # the engine shares its cores with the tests
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # the engine shares the CPUs with the tests
 )
 
 if find_spec("vllm") is not None:
     with warnings.catch_warnings():
-        # Here, before any test file does it: what vLLM imports warns, and a warning is an error in the tests.
+        # vLLM is imported before the tests, because its imports warn, and a warning is an error in a test.
         warnings.simplefilter("ignore")
         import vllm
         from vllm import LLM, AsyncEngineArgs, SamplingParams  # noqa: F401
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
     gc.collect()
-    gc.freeze()  # 600,000 objects: a collection of all of them takes 0.4 s, in which no event loop beats
+    gc.freeze()  # a collection of all 600,000 objects would block event loops for 0.4 s
 
 SIZES: dict[str, Any] = {
     "max_model_len": 256,
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     "enforce_eager": True,
     "disable_log_stats": False,
 }
-"""Arguments of the engines, which take as little memory as they can."""
+"""Arguments of the engines, chosen for little memory."""
 
 
 RUN_BY = {
@@ -62,12 +62,10 @@ RUN_BY = {
     "test_wheels.py": ("0.31.0",),
     "test_why_engine.py": ("0.32.0",),
     "test_passes.py": ("0.27.1", "0.32.0"),
-    "test_vllm_more.py": (),  # in an environment of its own, on request, as the next
+    "test_vllm_more.py": (),  # run on request, in an environment of its own, like the next file
     "test_vllm_more_passes.py": (),
 }
-"""Files that take a minute each, for engines in processes of their own or for fetching, and the vLLM that run
-them. The others run on every version.
-"""
+"""{test file that takes a minute: the versions of vLLM that run it}. Other files run on every version."""
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -79,7 +77,9 @@ def pytest_report_header() -> str | None:
 
 
 def _left_out() -> list[str]:
-    """None for versions that no recipe has: whoever runs those wants to know."""
+    """Return the test files that this version of vLLM does not run. A version that is in no recipe runs all
+    files, because it was installed by hand to be tested.
+    """
     if find_spec("vllm") is None:
         return []
     release = vllm.__version__.partition("+")[0]
@@ -88,7 +88,7 @@ def _left_out() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # vLLM and what it imports warn at will.
+    # vLLM and its dependencies warn, and their warnings must not fail a test.
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("default"))
 
@@ -142,15 +142,15 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(run_folder: Path) -> ProfileConfig:
-    """The configuration of the run that the engine of a file is built for. Only engines are profiled: an LLM
-    may live in this process, which has one torch.profiler.
+    """Return the configuration of the run for which the engine of a file is built. Only the engine is
+    profiled, because an LLM may be in this process, which can have only one torch.profiler.
     """
     return ProfileConfig(save_path=run_folder, steps="0:1000", roles={"rollout": {"ranks": "all"}})
 
 
 @pytest.fixture(scope="module")
 def make_llm(model: str) -> Iterator[Callable[..., Any]]:
-    """`make_llm(**arguments)`: an LLM in this very process."""
+    """Provide `make_llm(**arguments)`, which returns an LLM whose worker is in this process."""
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     yield lambda **arguments: LLM(model=model, **SIZES, **arguments)
@@ -161,7 +161,7 @@ def make_llm(model: str) -> Iterator[Callable[..., Any]]:
 def serve(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[ProfileConfig, int], AbstractContextManager[Served]]:
-    """`with serve(config, replica) as served`: a vLLM server of that replica, gone afterwards."""
+    """Return `serve`: `with serve(config, replica) as served` runs a vLLM server for that replica."""
 
     @contextmanager
     def serving(config: ProfileConfig, replica: int) -> Iterator[Served]:
@@ -198,7 +198,7 @@ def serve(
 
 @pytest.fixture(scope="session")
 def route(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[str]]:
-    """`with route(urls, *words) as url`: vLLM's router in front of servers."""
+    """Return `route`: `with route(urls, *words) as url` runs vLLM's router in front of servers."""
 
     @contextmanager
     def routing(urls: list[str], *words: str) -> Iterator[str]:
@@ -258,7 +258,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
 
 
 def write_model(folder: Path) -> Path:
-    """Return a Llama of random weights, 2 layers and 64 wide, with a tokenizer of bytes, for Hugging Face."""
+    """Write a Llama of random weights, 2 layers and 64 wide, with a tokenizer of bytes, for Hugging Face."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -281,7 +281,7 @@ def write_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # vLLM's attention on CPUs refuses 16
+        head_dim=32,  # vLLM's attention on CPUs does not support 16
         max_position_embeddings=512,
         bos_token_id=1,
         eos_token_id=2,

@@ -1,4 +1,4 @@
-"""One engine of `test_vllm_more.py`, in a process of its own; prints a line of JSON for all that it saw."""
+"""Runs one engine of `test_vllm_more.py` in a process of its own, and prints its results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _requests = 0
 
 
 PREPARED = {"pipeline": "fill_pipeline", "grid": "fill_pipeline", "expert_parallel": "map_experts"}
-"""Case -> what its workers have to do before they can generate."""
+"""{case: method that the workers must run before they can generate}."""
 EXTENSIONS = {
     "pipeline": "Pipeline",
     "grid": "Pipeline",
     "expert_parallel": "Experts",
     "trouble": "OtherHost",
 }
-"""Case -> that of `more_worker.py`; else ours, and none for `experts`."""
+"""{case: its worker extension in `more_worker.py`}. Other cases have stepscope's, and `experts` has none."""
 
 
 async def layout(case: str, llm: Any, save_path: str) -> None:
-    """All workers of one replica, then of the third replica its last rank and one of another's."""
+    """Capture all workers of one replica, then only the last rank of a third replica."""
     parallel = llm.vllm_config.parallel_config
     size = parallel.world_size * parallel.data_parallel_size
     if case in PREPARED:
@@ -48,7 +48,7 @@ async def layout(case: str, llm: Any, save_path: str) -> None:
         async with capture(step, engines=[profiler], config=config) as cap:
             await generate(llm)
         say(f"ranks {ranks}", cap, replica)
-    for step in range(3, 9) if case == "grid" else ():  # what one leaves open, the next one meets
+    for step in range(3, 9) if case == "grid" else ():  # a capture may end sends that an earlier one began
         async with capture(step, engines=[llm], config=of(save_path, "all")) as cap:
             await generate(llm)
         say(f"step {step}", cap)
@@ -159,7 +159,7 @@ def core_of(llm: Any) -> int:
 
 
 def ended(pid: int) -> bool:
-    """Return whether that process is gone, or dead and not yet waited for."""
+    """Return whether a process has ended, even if its parent has not waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -180,7 +180,7 @@ def waits_for_late_files(cap: Capture) -> bool:
 
 
 def say(case: str, cap: Capture, replica: int = 0, **more: object) -> int:
-    """Return the pid of a worker whose trace is there."""
+    """Print the result of a capture, and return the pid of a worker that has a trace."""
     manifest, folder = cap.result.manifest(), cap.result.path
     assert manifest is not None
     assert folder is not None

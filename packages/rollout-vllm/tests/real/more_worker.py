@@ -1,4 +1,4 @@
-"""Extensions of the workers in `more_main.py`: what a test has to do inside them."""
+"""Worker extensions for `more_main.py`, for what a test must do inside a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _RECURSIVE_PRIVATE = 0x4000 | 1 << 18
 
 
 class Pipeline(WorkerExtension):
-    """vLLM 0.32's eager CPU worker leaves out the dummy run in which a later stage gets its input buffers."""
+    """Makes the dummy run in which a later pipeline stage gets its input buffers. vLLM 0.32's eager CPU
+    worker leaves this run out.
+    """
 
     def fill_pipeline(self) -> None:
         from vllm.distributed import get_pp_group
@@ -26,8 +28,9 @@ class Pipeline(WorkerExtension):
 
 
 class Experts:
-    """vLLM 0.32's experts on CPUs take the numbers of all experts for those of a worker's own, and read past
-    their weights (a segmentation fault). Without `WorkerExtension`: files are told apart by their names.
+    """Maps numbers of all experts to numbers of the worker's own. vLLM 0.32 omits this on CPUs, and dies.
+
+    The class does not inherit from `WorkerExtension`, so captures recognise files by their names.
     """
 
     def map_experts(self) -> None:
@@ -37,7 +40,7 @@ class Experts:
         apply = kind.apply
 
         def mapped(experts: object, **given: Any) -> Any:
-            own = given["expert_map"][given["topk_ids"].long()]  # -1: of another worker
+            own = given["expert_map"][given["topk_ids"].long()]  # -1 for an expert of another worker
             given["topk_weights"] = given["topk_weights"] * (own >= 0)
             given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
             return apply(experts, **given)
@@ -46,7 +49,7 @@ class Experts:
 
 
 class OtherHost(WorkerExtension):
-    """A worker that can move to a host of its own: another name, and an empty disk at a path."""
+    """A worker that can act as if on another host, with another host name and an empty disk at a path."""
 
     def move_away(self, path: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

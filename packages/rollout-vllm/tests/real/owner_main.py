@@ -1,6 +1,6 @@
-"""A process that owns an AsyncLLM whose own profiler records as well; `test_owner.py` reads what it prints.
+"""Runs an AsyncLLM whose own profiler records as well. `test_owner.py` reads the output.
 
-Before vLLM 0.31 one stop too many ends such a process in a segmentation fault. So does an exit during a
+Before vLLM 0.31, a second stop crashes such a process with a segmentation fault, and so does an exit during a
 recording.
 """
 

@@ -1,4 +1,4 @@
-"""The AsyncLLM: its engine and its worker are processes of their own, and it belongs to one event loop."""
+"""Tests of an AsyncLLM, which belongs to one event loop, and whose engine core and worker are processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Home:
-    """An event loop on a thread of its own, and the engine that lives in it."""
+    """An event loop on a thread of its own, and the engine that belongs to the loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -51,11 +51,11 @@ class Home:
         self.loop.close()
 
     async def _shut_down(self) -> None:
-        """Shut the engine down, and let its tasks end: they hold its sockets."""
+        """Shut the engine down, and wait for its tasks, which hold its sockets."""
         engine, self.engine = self.engine, None
         engine.shutdown()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:  # those of an engine that died have ended
+        if others:  # the tasks of a dead engine have ended
             await asyncio.wait(others, timeout=10)
 
 
@@ -125,7 +125,7 @@ def test_a_loop_of_the_users_captures_two_steps(home: Home, config: ProfileConfi
 def test_the_manifest_and_the_report_count_the_same_passes(
     home: Home, config: ProfileConfig, run_folder: Path
 ) -> None:
-    """vLLM also runs some without a request."""
+    """vLLM also runs iterations without a request."""
 
     async def loop() -> tuple[Artifact, ...]:
         async with capture(4, engines=[home.engine], config=config) as cap:
@@ -161,7 +161,7 @@ def test_a_paused_engine_that_holds_a_request_is_not_idle(
 def test_an_engine_without_statistics_has_no_counters_of_another_one(
     home: Home, model: str, sizes: dict[str, Any], config: ProfileConfig, run_folder: Path
 ) -> None:
-    """Nobody calls `do_log_stats` of either."""
+    """The test calls `do_log_stats` of neither engine."""
     quiet = Home()
 
     async def build() -> None:
@@ -188,7 +188,7 @@ def test_an_engine_without_statistics_has_no_counters_of_another_one(
         assert ("requests_running_at_stop" in sidecar.read_text()) is has
     del cap
     gc.collect()
-    assert engine() is None  # else it keeps its memory, and later captures of all engines find it dead
+    assert engine() is None  # else it keeps its memory, and later captures find a dead engine
 
 
 def artifacts_of(result: CaptureResult) -> tuple[Artifact, ...]:
@@ -260,7 +260,7 @@ def test_a_stop_that_its_caller_gave_up_leaves_the_files_and_the_next_capture_wa
 
 
 def test_zz_a_dead_engine_is_an_error_at_once(home: Home, tmp_path: Path) -> None:
-    """The last of the file: nothing works on this engine afterwards."""
+    """This test comes last in the file, because it kills the engine."""
 
     async def loop() -> None:
         profiler = VllmProfiler(home.engine, replica=0)

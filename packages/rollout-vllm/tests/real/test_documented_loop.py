@@ -1,4 +1,4 @@
-"""The loop of the page on vLLM, as it stands there, on an engine of two workers (tensor parallel 2)."""
+"""Tests of the loop on the documentation's page about vLLM, unchanged, with two tensor-parallel workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FENCE = {kind: re.compile(rf"```{kind}\n(.*?)```", re.DOTALL) for kind in ("pyth
 
 
 class User:
-    """The page's program, in the event loop that it runs in."""
+    """The page's program, and the event loop on which it runs."""
 
     def __init__(self, save_path: Path, names: dict[str, Any]) -> None:
         self.save_path = save_path
@@ -61,8 +61,8 @@ def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFac
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each worker: they wait for each other
-        patch.setattr(configure, "_configured", None)  # what the lines configure is theirs
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each; they wait for each other
+        patch.setattr(configure, "_configured", None)  # the program configures stepscope itself
         patch.setattr(vllm, "AsyncEngineArgs", partial(AsyncEngineArgs, tensor_parallel_size=2, **sizes))
         exec(compile(lines.replace("your/model", model), str(PAGE), "exec"), names)
         user = User(folder / "profile", names)
@@ -74,7 +74,7 @@ def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def captured(user: User) -> RunLayout:
-    """Return the run, after steps 1 to 3, of which the configuration selects the second."""
+    """Return the run after steps 1 to 3. The configuration selects step 2."""
     for step in (1, 2, 3):
         user.step(step)
     return RunLayout(user.save_path)
@@ -119,10 +119,10 @@ def test_the_long_tail_says_what_the_slow_turns_waited_for(captured: RunLayout) 
     for slow in tail.worst:
         by_stage = {wait.stage: wait.wall_ns for wait in slow.waits}
         engine_ns = sum(by_stage.get(stage, 0) for stage in ("queue", "prefill", "decode"))
-        assert engine_ns > slow.wall_ns / 4, by_stage  # on a busy machine, half is the loop's own
+        assert engine_ns > slow.wall_ns / 4, by_stage  # on a busy machine, the loop itself takes half
 
 
-@pytest.mark.usefixtures("captured")  # which counts the steps of the run: first
+@pytest.mark.usefixtures("captured")  # must run first, because it uses the first steps of the run
 def test_of_two_ranks_the_one_that_is_asked_for_is_there_and_the_other_is_named(
     user: User, tmp_path: Path
 ) -> None:

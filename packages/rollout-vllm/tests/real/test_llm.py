@@ -1,4 +1,4 @@
-"""The synchronous LLM, in this process: most of what a profiler of vLLM has to do."""
+"""Tests of a synchronous LLM in this process, which cover most of the profiler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def iterations_in(trace: dict[str, Any]) -> int:
 
 
 def test_the_counters_of_a_step_are_what_the_loop_counts(llm: LLM, config: ProfileConfig) -> None:
-    generate(llm)  # totals count from the start of the engine: these are not the step's
+    generate(llm)  # totals count from the start of the engine, but these tokens are not the step's
     with capture(910, engines=[llm], config=config) as cap:
         outputs = [output for _ in range(3) for output in generate(llm, tokens=5, requests=2)]
     assert cap.result.path is not None
@@ -97,7 +97,7 @@ print(json.dumps([totals(engine) for engine in engines]))
 
 
 def test_each_of_two_engines_has_its_own_counters(model: str, sizes: dict[str, Any]) -> None:
-    """vLLM takes the first engine's metrics out of the process' registry when it makes the second. A process
+    """vLLM removes the first engine's metrics from the process' registry when it makes the second. A process
     of their own, because the end of an engine ends the parallel groups of its process.
     """
     command = [sys.executable, "-c", TWO_ENGINES, json.dumps([model, sizes])]
@@ -149,9 +149,7 @@ class TestConformance(EngineConformance):
     async def recording(self, profiler: EngineProfiler) -> bool | None:
         assert isinstance(profiler, VllmProfiler)
         assert isinstance(profiler.engine, LLM)
-        await session.result_of(
-            session.submit(_idle(profiler._desk))
-        )  # what a cancelled start has begun is undone
+        await session.result_of(session.submit(_idle(profiler._desk)))  # the cancelled start has been undone
         (active,) = profiler.engine.collective_rpc(
             lambda worker: bool(getattr(worker.profiler, "_active", False))
         )
@@ -190,7 +188,7 @@ def test_fewer_iterations_than_asked_for_are_noted(llm: LLM, config: ProfileConf
     replica = replica_of(cap)
     artifact, noted = replica.artifacts
     assert (replica.state, artifact.iterations, artifact.iterations_asked) == ("ok", 9, 50)
-    assert noted.iterations == 9  # noted passes are those in the trace
+    assert noted.iterations == 9  # the notes have the same passes as the trace
     assert replica.notes[0].startswith("9 of 50 ")
 
 
@@ -230,7 +228,7 @@ def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
 
 
 def update_weights(worker: object) -> None:
-    """Stand for the method of a framework that brings new weights to a worker."""
+    """Stand in for a framework's method that loads new weights into a worker."""
 
 
 def test_passes_are_noted_without_the_engines_own_profiler(llm: LLM, run_folder: Path) -> None:
@@ -288,7 +286,7 @@ def test_a_request_says_where_its_time_went(llm: LLM) -> None:
 async def test_the_asked_iterations_are_recorded_and_no_others(llm: LLM, tmp_path: Path) -> None:
     given = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(start=2, count=3))
     (artifact,), _ = await record(llm, given, tokens=12)
-    assert iterations_in(trace_of(artifact, given)) in (3, 4)  # vLLM's count is of the ends of iterations
+    assert iterations_in(trace_of(artifact, given)) in (3, 4)  # vLLM counts the ends of iterations
 
 
 async def test_generation_on_the_users_thread_is_in_the_trace(llm: LLM, tmp_path: Path) -> None:
@@ -406,7 +404,7 @@ async def test_an_option_of_the_engine_that_differs_is_reported(llm: LLM, tmp_pa
 
 async def test_captures_go_on_after_sleep_and_wake_and_a_cache_reset(llm: LLM, tmp_path: Path) -> None:
     await record(llm, a_capture(tmp_path, step=1))
-    llm.sleep(1)  # vLLM's scheduler sleeps; its worker ignores it on CPUs
+    llm.sleep(1)  # vLLM's scheduler sleeps; a worker on a CPU ignores the call
     llm.wake_up()
     llm.reset_prefix_cache()
     llm.collective_rpc("reload_weights")
@@ -417,7 +415,7 @@ async def test_captures_go_on_after_sleep_and_wake_and_a_cache_reset(llm: LLM, t
 async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own calls, but for those of CUDA, which is not here."""
+    """The calls are vLLM's own; only the calls of CUDA are replaced, because there is no GPU."""
     calls: list[str] = []
     monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
     monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
@@ -445,7 +443,7 @@ def _worker(worker: Any) -> Any:
 
 
 def _open_ranges(worker: Any) -> object:
-    """Replace the worker's profiler by vLLM's for CUDA ranges. Return the old one."""
+    """Replace the worker's profiler by vLLM's profiler for CUDA ranges. Return the old profiler."""
     from vllm.profiler.wrapper import CudaProfilerWrapper
 
     worker = _worker(worker)

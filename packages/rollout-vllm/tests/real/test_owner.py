@@ -1,4 +1,4 @@
-"""A process that owns an AsyncLLM with a profiler of its own survives what others do to that profiler."""
+"""Tests that a process with an AsyncLLM survives if other code starts or stops the AsyncLLM's profiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = ["vllm_frontend_trace", "vllm_trace"]
 def outcomes(
     model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """Return {case: outcome} of a process that ended well."""
+    """Return {case: outcome} from the output of `owner_main.py`, which must exit with 0."""
     main = Path(__file__).with_name("owner_main.py")
     folder = tmp_path_factory.mktemp("owner")
     words = [sys.executable, str(main), model, str(folder / "run"), json.dumps(sizes)]

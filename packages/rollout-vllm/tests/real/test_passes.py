@@ -1,4 +1,4 @@
-"""Forward passes of a real AsyncLLM and the requests that they served, against what the engine answered."""
+"""Tests of a real AsyncLLM's forward passes and their requests, against the engine's answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def play(llm: Any, number: int, answers: dict[tuple[str, int], Any]) -> No
 
 
 def until_kept(engines: EngineQueues) -> None:
-    """Wait until the recorder has asked the engine to keep its passes, which it tries each two seconds."""
+    """Wait until the recorder has asked the engine to keep its passes. The recorder tries every 2 s."""
     until = time.monotonic() + 60
     while not next(iter(engines.passes(0)))[1]:
         assert time.monotonic() < until
@@ -59,12 +59,12 @@ def until_kept(engines: EngineQueues) -> None:
 
 @pytest.fixture(scope="module")
 def runs(model: str, sizes: dict[str, Any], run_folder: Path) -> dict[int, Ran]:
-    """Return a step that is captured, and one that the flight recorder writes when it has ended."""
+    """Return a captured step, and a step that the flight recorder writes after its end."""
     config = ProfileConfig(save_path=run_folder, steps=[3], roles={"rollout": {"ranks": "all"}})
     answers: dict[int, dict[tuple[str, int], Any]] = {2: {}, 3: {}, 4: {}}
 
     async def run() -> None:
-        # Prompts are read in pieces, and there is room for few requests, so that some are preempted.
+        # Prompts are computed in chunks, and the KV cache is small, so that requests are preempted.
         arguments = AsyncEngineArgs(
             model=model,
             max_num_batched_tokens=64,
@@ -101,10 +101,10 @@ def runs(model: str, sizes: dict[str, Any], run_folder: Path) -> dict[int, Ran]:
             llm.shutdown()
             del llm
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(others, timeout=10)  # they hold its sockets
+                await asyncio.wait(others, timeout=10)  # the tasks hold the engine's sockets
 
     asyncio.run(run())
-    gc.collect()  # the engine's sockets warn when they go: here, not at the exit of pytest
+    gc.collect()  # the engine's sockets warn here, and not at the exit of pytest
     layout = RunLayout(run_folder)
     return {step: Ran(load_step(layout.step(step).root), answers[step]) for step in answers if step > 2}
 
@@ -132,7 +132,7 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(ra
         span = ran.timeline.spans[index]
         answer = ran.answers[span.trajectory or "", span.turn or 0]
         due = len(answer.prompt_token_ids) - (answer.num_cached_tokens or 0)
-        if key.request not in preempted:  # such requests are computed anew
+        if key.request not in preempted:  # preempted requests are computed again
             assert computed[span.trajectory, span.turn] == due + len(answer.outputs[0].token_ids) - 1
 
 
@@ -175,7 +175,7 @@ def test_the_report_has_the_batches_and_the_times_of_each_slow_turn(ran: Ran) ->
 def test_a_window_opens_when_so_many_requests_run_and_else_the_manifest_says_how_many_ran(
     runs: dict[int, Ran], run_folder: Path
 ) -> None:
-    """The engine runs at most 8 at once, of which 4 are asked for in one step and 20 in the next."""
+    """The engine runs at most 8 requests at once. A window asks for 4 in one step and for 20 in the next."""
     (engine,) = runs[5].timeline.passes
     noted = engine.noted
     total = sum(len(answer.outputs[0].token_ids) for answer in runs[5].answers.values())
@@ -213,7 +213,7 @@ def test_the_passes_of_an_llm_whose_core_is_another_process_are_read_while_it_ge
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm, profiler
-        gc.collect()  # as above
+        gc.collect()  # the engine's sockets warn here
     assert sum(file.served.output) == tokens == 1600
     assert len(file.passes.number) >= 200
     assert any(0 < number < 200 for number in read)

@@ -1,4 +1,4 @@
-"""An AsyncLLM inside an async Ray actor whose class knows nothing of stepscope."""
+"""Tests of an AsyncLLM in an async Ray actor whose class does not use stepscope."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_loop_captures_two_steps_of_an_actors_engine(
 def test_the_passes_of_a_step_that_nobody_captured_come_from_the_actor(actor: Any, run_folder: Path) -> None:
     config = ProfileConfig(save_path=run_folder, steps=[1], roles={"rollout": {"ranks": "all"}})
     states, found = list[str](), RunLayout(run_folder).step(10)
-    for step in range(10, 40):  # the actor's recorder asks its engine each two seconds
+    for step in range(10, 40):  # the actor's recorder asks its engine every 2 s
         with capture(step, engines=[RayRollout(actor, "vllm")], config=config):
             assert ray.get([actor.generate.remote(f"{step}-{number}") for number in range(3)]) == [4, 4, 4]
             time.sleep(0.5)

@@ -1,6 +1,6 @@
-"""The real router of vLLM, in front of servers that answer as vLLM 0.32 does and record what they are asked.
+"""Tests of vLLM's real router in front of stand-ins for vLLM 0.32 servers, which note their requests.
 
-Two real servers behind it are in `test_vllm_more.py`: they take minutes.
+`test_vllm_more.py` has two real servers behind the router, which take minutes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def backends() -> Iterator[list[Backend]]:
 
 @pytest.fixture(scope="module")
 def router(backends: list[Backend], route: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
-    # Each stands there twice, as it does by itself with data parallelism: http://host:8000@0, http://host:8000@1
+    # The router lists each server twice, as with data parallelism: http://host:8000@0, http://host:8000@1
     with route([backend.url for backend in backends], "--intra-node-data-parallel-size", "2") as url:
         yield url
 
@@ -89,7 +89,7 @@ def post(url: str) -> int:
 def test_a_router_reports_success_for_what_one_of_its_servers_did(
     router: str, backends: list[Backend]
 ) -> None:
-    """Why its URL is refused: nothing in its answer says which one."""
+    """This is why a router's URL is refused: its answer does not say which server answered."""
     for backend in backends:
         backend.posted.clear()
     assert post(f"{router}/start_profile") == 200

@@ -1,4 +1,4 @@
-"""`vllm serve`, reached by URL alone: files are told apart by their names, or by what was there before."""
+"""Tests of `vllm serve`, whose files are recognised by their names, or because they are new."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stepscope_report.timeline import load_step
 from stepscope_vllm import VllmServer
 
 Served: TypeAlias = Any
-"""`conftest.Served`: a file of tests cannot be imported from another."""
+"""`conftest.Served`, which cannot be imported, because test files are not in a package."""
 Serve: TypeAlias = Callable[[ProfileConfig, int], AbstractContextManager[Served]]
 BOUNDS = numbers(vllm.__version__) >= (0, 32)
 
@@ -70,13 +70,13 @@ def test_a_loop_captures_two_steps_of_a_server(
         sidecar = json.loads(Path(f"{trace}.meta.json").read_text())
         assert sidecar["artifact"]["rank"] == 0
         assert sidecar["options"]["generation_tokens_at_stop"] >= 4
-        if BOUNDS:  # the names of older servers' captures do not reach their engines
+        if BOUNDS:  # older servers do not pass a capture's name on to their engines
             (passes,) = load_step(run_folder / f"step_{step:06d}").passes
             assert passes.noted.step == step
             assert sum(passes.noted.served.output) == 4
             (request,) = passes.noted.requests.caller_id
             assert str(request).startswith("cmpl-")
-            assert not str(request).endswith("-0")  # the client knows the answer's id
+            assert not str(request).endswith("-0")  # it is the id that the client gets with the answer
     assert not [name for name in os.listdir(served.folder) if "trace" in name]
 
 
@@ -123,7 +123,7 @@ def test_the_counters_of_a_server_are_what_its_client_counts(served: Served, con
     with capture(920, engines=[VllmServer(served.url, served.folder)], config=config) as cap:
         for _ in range(3):
             served.complete(tokens=4)
-        time.sleep(2.5)  # it is asked once a second
+        time.sleep(2.5)  # the server is asked once a second
     assert cap.result.path is not None
     counters = step_report(load_step(cap.result.path)).counters
     assert counters is not None

@@ -1,4 +1,4 @@
-"""The table of versions in the package's README says of the installed vLLM what the installed vLLM says."""
+"""Test of the version table in the package's README against the installed vLLM."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ PAGE = Path(__file__).parents[2] / "README.md"
 
 
 def cells() -> list[str]:
-    """Return the cells in the row of the installed vLLM. Wheels are read in test_wheels.py; this asks what
-    runs.
-    """
+    """Return the cells that the installed vLLM's row should have. test_wheels.py checks the other rows."""
     takes = [name for name in inspect.signature(AsyncLLM.start_profile).parameters if name != "self"]
     guarded = "ProfilerAlreadyActiveError" in inspect.getsource(AsyncLLM.start_profile)
     return [

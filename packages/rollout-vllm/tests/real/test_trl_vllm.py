@@ -1,4 +1,4 @@
-"""TRL with vLLM in the trainer's process (`vllm_mode="colocate"`), unedited."""
+"""Tests of an unedited TRL script with vLLM in the trainer's process (`vllm_mode="colocate"`)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ STAGES = {
 
 @pytest.fixture(autouse=True)
 def no_limit_of_the_test() -> None:
-    """An engine takes longer to start than a test may."""
+    """Replace the time limit of tests, because an engine takes longer to start."""
 
 
 def weights_after(folder: Path, *options: str) -> tuple[str, list[str]]:
-    """Return the hash of the final weights, and what stepscope complained about."""
+    """Return the hash of the final weights, and the output of stepscope."""
     folder.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Engines of an unedited framework: armed when it builds them, and recorded with its steps."""
+"""Tests of engines in an unedited framework. They are prepared when built, and recorded with steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ IS_NEWEST = vllm.__version__.startswith("0.32")
 
 @pytest.fixture
 def run(model: str, sizes: dict[str, Any], tmp_path: Path) -> Run:
-    """`run(program, entries, **engine)`: the program under `stepscope run`, which captures steps 1 and 2."""
+    """Return `run(program, entries, **engine)`, which runs a program under `stepscope run` and captures steps
+    1 and 2.
+    """
 
     def running(program: str, *entries: str, **engine: object) -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(program)
@@ -70,7 +72,7 @@ def run(model: str, sizes: dict[str, Any], tmp_path: Path) -> Run:
         (tmp_path / "stepscope.yaml").write_text(f"steps: [1, 2]\n{ROLES}instrument:\n{listed}")
         command = ["run", "--config", "stepscope.yaml", "--save-path", "run", "train.py"]
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for Ray's sockets
+        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # sockets need a short path
             environment = {
                 **os.environ,
                 "ENGINE": json.dumps({"model": model, **sizes, **engine}),

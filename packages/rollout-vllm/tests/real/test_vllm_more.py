@@ -1,6 +1,6 @@
-"""Engines that take minutes: several workers, experts, a worker on a host of its own, and deaths of vLLM.
+"""Tests that take minutes: several workers, experts, a worker on a host of its own, and crashes of vLLM.
 
-Run on request (`dev.py test --engines vllm_more-0.32.0`), as root: a worker gets mounts of its own.
+Run on request (`dev.py test --engines vllm_more-0.32.0`), as root, because a worker gets mounts of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepscope.files.sidecar import Sidecar
 from stepscope_vllm import VllmServer
 
 Outcomes: TypeAlias = dict[str, dict[str, Any]]
-"""Output of `more_main.py` by subject."""
+"""{subject: what `more_main.py` printed about it}."""
 Run: TypeAlias = Callable[..., Outcomes]
 MAIN = Path(__file__).with_name("more_main.py")
 _LIMIT_S = 1500
@@ -34,14 +34,14 @@ _LIMIT_S = 1500
 
 @pytest.fixture(autouse=True)
 def own_limits() -> None:
-    """Not that of other tests, which ends the run: an engine has `_LIMIT_S`, a server its own."""
+    """Replace the time limit of other tests. An engine has `_LIMIT_S`, and a server has its own limit."""
 
 
 @pytest.fixture(scope="session")
 def run(
     model: str, expert_model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """`run(case, tensor_parallel_size=2)`: once for each case."""
+    """Return `run(case, tensor_parallel_size=2)`, which runs each case once."""
 
     @cache
     def running(case: str, **arguments: int) -> Outcomes:
@@ -79,8 +79,8 @@ def placed(outcome: dict[str, Any]) -> list[tuple[int, dict[str, int]]]:
 
 @pytest.fixture(params=["pipeline", "experts", "expert_parallel", "data_parallel"])
 def two_workers(request: pytest.FixtureRequest, run: Run) -> Outcomes:
-    """Outcomes with two workers. Two stages of a pipeline, and two data-parallel engines, have our extension.
-    A mixture of experts, each over both workers or on one of them, does not.
+    """Return the outcomes of an engine with two workers. `pipeline` and `data_parallel` have stepscope's
+    extension. `experts` and `expert_parallel`, mixtures of experts, do not.
     """
     case = str(request.param)
     if case == "pipeline":
@@ -126,7 +126,7 @@ def test_a_grid_of_stages_and_tensor_parallel_workers_has_each_at_its_place(run:
 
 
 def test_captures_that_follow_each_other_at_once_have_all_workers_of_a_grid(run: Run) -> None:
-    """The sends of its first stage are waited for in the next capture."""
+    """The first pipeline stage waits for its sends in the next capture."""
     outcomes = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
     steps = [outcomes[f"step {step}"] for step in range(3, 9)]
     assert [[rank for rank, _ in placed(outcome)] for outcome in steps] == [[0, 1, 2, 3]] * 6
@@ -145,7 +145,7 @@ def test_files_of_experts_are_found_by_the_names_that_vllm_gives_them(run: Run) 
 
 
 def read(outcome: dict[str, Any], kind: str) -> str:
-    """Return the one trace of that kind, which is not compressed."""
+    """Return the content of the only trace of a kind. The trace is not compressed."""
     (path,) = (file["path"] for file in outcome["files"] if file["artifact"]["kind"] == kind)
     return Path(path).read_text()
 
@@ -222,5 +222,5 @@ def test_each_server_behind_a_router_is_a_replica_with_the_files_that_it_wrote_i
             loaded = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in sidecars]
             assert [sidecar.artifact.replica for sidecar in loaded] == [0, 1]
             sizes = {str(sidecar.options["url"]): sidecar.artifact.size_bytes or 0 for sidecar in loaded}
-            # The one that generated has the larger trace, under its own URL.
+            # The server that generated has the larger trace, under its own URL.
             assert max(sizes, key=sizes.__getitem__) == worker.url

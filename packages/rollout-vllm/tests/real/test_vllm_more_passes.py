@@ -1,4 +1,4 @@
-"""An agent loop with tools on two replicas, and on engines of two workers or two engine cores: its passes."""
+"""Tests of the passes of an agent loop with tools, on two replicas, two workers, or two engine cores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURNS = 2
 class Case(NamedTuple):
     trajectories: int
     replicas: int = 1
-    arguments: Mapping[str, int] = {}  # never written
+    arguments: Mapping[str, int] = {}  # never changed
     threads: str = "nobind"
 
 
@@ -46,11 +46,11 @@ class Ran(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def own_limits() -> None:
-    """Not that of other tests, which ends the run: engines start for minutes on a busy machine."""
+    """Replace the time limit of other tests, because engines take minutes to start on a busy machine."""
 
 
 async def play(llm: Any, number: int, replica: int | None, answers: dict[tuple[str, int], Any]) -> None:
-    """Play turns of different lengths, with a tool after each but the last. Replicas name requests alike."""
+    """Play turns of different lengths, with a tool call between turns. Replicas use the same request ids."""
     name, prompt = f"task-{number}", "hello world " * (1 + number % 9)
     with trajectory(name):
         for index in range(TURNS):
@@ -102,12 +102,12 @@ def ran(
                 engine.shutdown()
             engines.clear()
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(others, timeout=10)  # they hold its sockets
+                await asyncio.wait(others, timeout=10)  # the tasks hold the engines' sockets
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", case.threads)
         asyncio.run(run())
-    gc.collect()  # the engine's sockets warn when they go: here, not at the exit of pytest
+    gc.collect()  # the engines' sockets warn here, and not at the exit of pytest
     return Ran(case, load_step(RunLayout(Path(config.save_path)).step(3).root), answers)
 
 

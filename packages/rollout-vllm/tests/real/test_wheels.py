@@ -1,6 +1,6 @@
-"""Parameters and behaviour of vLLM's releases, read in the source of their wheels, which never runs.
+"""Tests of the table in the package's README against the source in vLLM's wheels, which is never run.
 
-The table in the package's README is what these tests read. On request only: they fetch for half a minute.
+Run on request, because the tests download for half a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepscope_vllm._driving import built_settings
 from stepscope_vllm._versions import ADDED, dialect_of, leaves_sends_open
 from tests.downloads import members
 
-assert vllm  # only that these tests are of its environments
+assert vllm  # imported so that these tests run only where vLLM is installed
 
 PAGE = Path(__file__).parents[2] / "README.md"
 HEAD = (
@@ -28,13 +28,13 @@ HEAD = (
 )
 RULE = "|---|---|---|---|---|---|---|\n"
 RUN = ("0.27.1", "0.29.0", "0.31.0", "0.32.0")
-"""Have an environment of their own."""
+"""Versions that have an environment of their own, in which the other tests run."""
 VERSIONS = (
     "0.8.5", "0.10.0", "0.10.2", "0.11.0", "0.11.1", "0.12.0", "0.13.0", "0.15.1", "0.16.0", "0.17.0",
     "0.17.1", "0.18.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0",
     "0.33.0",
 )  # fmt: skip
-"""The oldest, the newest, those that are run, and both sides of every change that is known."""
+"""The oldest version, the newest, the versions in `RUN`, and those before and after each known change."""
 PARTS = {
     "envs": "vllm/envs.py",
     "config": "vllm/config/profiler.py",
@@ -49,7 +49,7 @@ _ANY_LINUX = [word for name in _PLATFORMS for word in ("--platform", name)] + ["
 
 @cache
 def sources(version: str) -> dict[str, str]:
-    """Return the source of each of `PARTS`; empty if a version has no such file."""
+    """Return the source of each file in `PARTS`; empty for a file that a version lacks."""
     folder = members(f"vllm=={version}", tuple(PARTS.values()), *_ANY_LINUX)
     paths = {name: folder / path for name, path in PARTS.items()}
     return {name: path.read_text() if path.exists() else "" for name, path in paths.items()}
@@ -99,7 +99,7 @@ def kinds(version: str) -> list[str]:
 
 
 def names_each(version: str) -> bool:
-    """Return whether every start gives its worker's files a name anew."""
+    """Return whether every start sets the names of its worker's files."""
     own = any(functions(sources(version)["wrapper"], "TorchProfilerWrapper", "set_output_name"))
     return own and "self.profiler.set_output_name(" in sources(version)["worker"]
 
@@ -174,7 +174,7 @@ def test_an_option_is_there_from_the_release_on_that_is_named_for_it(option: str
         if option == "cuda":
             has.update(kinds(version))
         elif option in ("delay_iterations", "max_iterations"):
-            has = set(takes(version))  # it is in `ProfilerConfig` long before a start takes it
+            has = set(takes(version))  # `ProfilerConfig` has the option long before a start takes it
         assert (option in has) == (numbers(version) >= numbers(ADDED[option])), version
 
 

@@ -1,4 +1,4 @@
-"""An engine that stopped: `stepscope why` names it, and not the calls that wait for it."""
+"""Test that `stepscope why` names a stopped engine, and not the calls that wait for the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ assert vllm
 
 @pytest.fixture
 def stopped(model: str, sizes: dict[str, Any], tmp_path: Path) -> Iterator[RunLayout]:
-    """Return the folder of a run whose engine is stopped, and has five requests."""
+    """Provide the folder of a run whose engine is stopped while it has five requests."""
     main = Path(__file__).with_name("why_main.py")
     words = [sys.executable, str(main), model, str(tmp_path / "run"), json.dumps(sizes)]
     with (tmp_path / "log").open("w") as log:

@@ -1,4 +1,4 @@
-"""An ordinary TRL script whose vLLM runs in the trainer's process: nothing in it knows of any profiler.
+"""An ordinary TRL script whose vLLM runs in the trainer's process. It does not use a profiler.
 
 python trl_vllm_main.py FOLDER
 """
@@ -20,7 +20,7 @@ from examples.trl_grpo import count_ones, save_tokenizer
 
 
 def keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Compute without packing: on CPUs vLLM drops the weights that a sync would write to."""
+    """Keep a layer's weights unpacked. On CPUs, vLLM would drop the weights that an update writes to."""
     vars(layer)["cpu_linear"] = torch.nn.functional.linear
 
 

@@ -1,4 +1,4 @@
-"""A framework with engines in its process and in Ray actors. It knows nothing of stepscope."""
+"""A framework with engines in its process, in Ray actors and in a server. It does not use stepscope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = ["hello world", "hello", "world"]
 
 
 class Replica:
-    """A rollout worker with an engine in it."""
+    """A rollout worker with an engine."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -40,7 +40,7 @@ class Replica:
 
 
 class Extension:
-    """The framework's own methods in vLLM's workers."""
+    """The framework's own worker extension for vLLM."""
 
     def greet(self) -> str:
         return f"hello from rank {self.rank}"  # type: ignore[attr-defined]  # of the worker

@@ -1,4 +1,4 @@
-"""A program whose engine is stopped while requests wait. `test_why_engine.py` asks what it waits for."""
+"""A program whose engine is stopped while it has requests, for `test_why_engine.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts `sgl_kernel`, beside this file, where sglang 0.5.12 and older import it from."""
+"""Copies the folder `sgl_kernel` beside this file to where sglang 0.5.12 and older import it from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Puts `sgl_kernel` where sglang imports it from: the parts beside this file over those for sglang 0.5.12."""
+"""Copies `sgl_kernel` for sglang 0.5.12 to where sglang imports it from, and the files beside this one over
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lets the CUDA build of torchvision, the only one on the index, be imported beside a CPU build of torch.
+"""Makes the CUDA build of torchvision, the only build on the index, importable beside a CPU build of torch.
 
-Its C++ operators cannot be loaded then, and the file that describes them fails on those it does not guard.
-Also drops triton's compilers for GPUs, which take 150 MB and are not used here.
+torchvision's C++ operators cannot be loaded then, and the file that describes them fails at operators that it
+does not guard. This script adds the guards. It also removes triton's compilers for GPUs, which take 150 MB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ here = Path(sysconfig.get_paths()["purelib"])
 
 described = here / "torchvision" / "_meta_registrations.py"
 guarded = r'@(torch.library.register_fake("\1") if torchvision.extension._has_ops() else (lambda f: f))'
-if described.exists():  # not in an environment over this one, which has no torchvision of its own
+if described.exists():  # an environment that builds on this one has no torchvision of its own
     text = described.read_text()
     described.write_text(
         re.sub(r'(?m)^@torch\.library\.register_fake\("(torchvision::\w+)"\)$', guarded, text)

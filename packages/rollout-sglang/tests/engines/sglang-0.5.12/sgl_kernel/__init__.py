@@ -1,5 +1,6 @@
-"""Stands in for SGLang's kernels, whose wheels are for GPUs: sglang 0.5.12 and older import these names on a
-CPU too. None is called there; each raises if it is. Names imported on trial are absent, as without it.
+"""Stands in for SGLang's kernels, whose wheels are for GPUs. sglang 0.5.12 and older import these names on a
+CPU too, but do not call them; every name raises if it is called. Names that sglang imports in a `try` are
+absent.
 """
 
 from __future__ import annotations

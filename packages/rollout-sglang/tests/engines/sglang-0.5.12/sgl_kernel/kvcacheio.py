@@ -1,4 +1,4 @@
-"""Copies of the key-value cache between devices: imported by name, called for caches of several tiers."""
+"""Functions that copy the KV cache between devices. sglang imports the names, and the tests call none."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Names of number formats: only named while modules are imported."""
+"""Names of number formats, which sglang uses only while it imports modules."""
 
 from __future__ import annotations
 
 
 class ScalarType:
-    """Any format."""
+    """Stands for every number format."""
 
     def __getattr__(self, name: str) -> ScalarType:
         if name.startswith("__"):

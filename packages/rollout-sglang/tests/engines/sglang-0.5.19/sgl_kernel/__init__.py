@@ -1,5 +1,6 @@
-"""Stands in for SGLang's kernels, whose wheels are for GPUs: sglang 0.5.16 and later import names that end
-with `_cpu` where SGLANG_USE_CPU_ENGINE is set, as verl does. None is called there; each raises if it is.
+"""Stands in for SGLang's kernels, whose wheels are for GPUs. sglang 0.5.16 and later import names that end
+with `_cpu` if SGLANG_USE_CPU_ENGINE is set, as verl sets it, but do not call them; every name raises if it is
+called.
 """
 
 from __future__ import annotations
