@@ -1,4 +1,4 @@
-"""Tests of options that an engine lacks. They are refused or reported, with a fix, and never ignored in silence."""
+"""Tests of options that an engine lacks. They are refused or reported, with a fix, and never ignored."""
 
 from __future__ import annotations
 
