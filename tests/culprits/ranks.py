@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from stepscope import capture, flush, span
 from tests.culprits.plan import REGULAR, SECONDS, Plan, collect, hold, sleep, slow_disk, write_file
@@ -45,8 +46,10 @@ def nothing() -> None:
     pass
 
 
+DDP_RANK = "late rank of DDP"
 PLANTS = {
     "late rank": Plant(frozenset({2}), "load_batch", wait()),
+    DDP_RANK: Plant(frozenset({2}), "no span", wait()),
     "slow data loader": Plant(ALL, "load_batch", wait()),
     "uneven batches": Plant(frozenset({3}), "forward", wait(BATCHES), tokens=6 * TOKENS),
     "garbage collector": Plant(frozenset({1}), "update", collect),
@@ -63,6 +66,8 @@ class Rank:
         self.plan, self.rank = plan, rank
         self.plant = PLANTS[plan.culprit]
         self.mine = rank in self.plant.ranks
+        is_ddp = plan.culprit == DDP_RANK
+        self.model = DistributedDataParallel(torch.nn.Linear(64, 64)) if is_ddp else None
 
     def work(self, place: str, seconds: float) -> None:
         sleep(seconds)
@@ -91,6 +96,10 @@ class Rank:
             self.stage("forward", 0.05, tokens=tokens)
             if batch < BATCHES - 1 or not skips:
                 dist.all_reduce(torch.ones(2))
+        if self.model is not None:
+            self.work("no span", 0.01)
+            with span("backward", role="actor"):
+                self.model(torch.ones(1, 64)).sum().backward()  # C++ code issues its collective
         if self.plan.now and self.plan.culprit == REGULAR:
             self.stage("evaluate", SECONDS)
         with self.plan.clocked() if skips else nullcontext():

@@ -34,6 +34,7 @@ class SlowStep(NamedTuple):
 RANKS, RAY, AHEAD = "ranks", "on_ray", "ahead"
 SLOW_STEPS = [
     SlowStep("late rank", RANKS, "late-rank", "actor 2", "load_batch"),
+    SlowStep("late rank of DDP", RANKS, "late-rank", "actor 2"),
     SlowStep("slow data loader", RANKS, "slow-stage", "", "load_batch"),
     SlowStep("uneven batches", RANKS, "uneven-batch", "actor 3", "forward"),
     SlowStep("garbage collector", RANKS, "gc", "actor 1", "update"),

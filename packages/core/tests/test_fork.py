@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import partial
 
 import pytest
@@ -50,7 +51,8 @@ def test_the_spans_of_a_forked_child_are_of_its_own_thread() -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writer, f"{thread.id == os.getpid()}".encode())
+        same = {thread.id, fork.native_id_of(threading.main_thread()), threading.get_native_id()}
+        os.write(writer, f"{same == {os.getpid()}}".encode())
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)

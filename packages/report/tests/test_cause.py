@@ -118,6 +118,30 @@ def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
     assert re.search("trainer 1 .* 520 ms .* trainer 0", cause.sentence)
 
 
+def test_a_rank_that_is_late_for_a_call_with_a_collective_inside_is_named(tmp_path: Path) -> None:
+    """Before `backward`, the second rank of step 5 is in no span for 500 ms longer than in step 4."""
+
+    def step(number: int, late_ms: int) -> StepFolder:
+        folder = StepFolder(tmp_path, step=number)
+        for rank in range(2):
+            trainer, begin_ms = folder.process("trainer", rank, owner=True), 20 + late_ms * rank
+            backward = trainer.span("backward", begin_ms * MS, (60 + late_ms) * MS)
+            trainer.span(
+                "all_reduce", (begin_ms + 10) * MS, (50 + late_ms) * MS, parent=backward,
+                attrs={"wait": True, "group": "0", "sequence": 1},
+            )  # fmt: skip
+        close(folder, (70 + late_ms) * MS)
+        return folder
+
+    assert seen(step(4, 0)).cause is None
+    report = seen(step(5, 500))
+    assert report.cause is not None
+    assert report.cause.process is not None
+    assert (report.cause.kind, report.cause.process.rank, report.cause.stage) == ("late-rank", 1, None)
+    assert report.cause.ns == 500 * MS
+    assert [advice.rule for advice in report.advice] == ["straggler"]
+
+
 def updates(root: Path, begun_ms: int) -> StepFolder:
     """Two ranks whose `update` has a collective and work of 10 to 20 ms after it. The second rank begins the
     first one at `begun_ms`, and ends it with the first rank.

@@ -35,6 +35,8 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     """{`role/stage`: seconds} of the top spans of the step's owner."""
     path_ns: Mapping[Label, int]
     """Own time of each stage on the critical path."""
+    outside_ns: int = 0
+    """Time on the critical path in which no span ran."""
     call_ns: Mapping[Label, int]
     """Median time of a call of each stage."""
     rank_ns: Mapping[tuple[Label, str], int] = {}
@@ -62,6 +64,7 @@ def near_step(path: StepPath) -> NearStep:
         wall_ns=timeline.window.wall_ns,
         stages=top_stages(timeline),
         path_ns=path_ns,
+        outside_ns=sum(piece.wall_ns for piece in path.pieces if graph.span_of(piece.node) is None),
         call_ns={label: middle(times) for label, times in calls.items()},
         rank_ns=ranks,
         preempted=sum(preempted_requests(timeline).values()),

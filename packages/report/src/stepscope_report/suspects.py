@@ -266,7 +266,8 @@ class _Lineup:
                     calls[spans[node].process].append(node)
         at = Counter[int]()
         """{process: number of its calls that ended before the present meeting}."""
-        for members in sorted(graph.meetings, key=lambda members: graph.end_ns[members[0]]):
+        for met in sorted(graph.meetings, key=lambda members: graph.end_ns[members[0]]):
+            members, last = self._begun_late(met, graph.last_of[met[0]])
             stretches: dict[int, dict[Label, list[int]]] = {}
             for member in members:
                 process = spans[member].process
@@ -278,11 +279,10 @@ class _Lineup:
                         stretch[self._labels[node]].append(node)
                     at[process] += 1
                 stretches[member] = stretch
-            last = graph.last_of[members[0]]
             since_ns = met_ns.get(spans[last].process, self._timeline.window.start_ns)
             lateness = self._lateness(last, members, stretches, since_ns)
             found[spans[last].process, lateness.label, self._labels[last]].append(lateness)
-            for member in members:
+            for member in met:
                 met_ns[spans[member].process] = graph.end_ns[member]
         for (process, label, meeting), times in found.items():
             late_ns = sum(one.late_ns for one in times)
@@ -310,6 +310,21 @@ class _Lineup:
                 peers=_by_process(spans, (node for one in times for node in one.others)),
                 spells=tuple(pair for one in times if label is None for pair in one.spells),
             )
+
+    def _begun_late(self, members: Sequence[int], last: int) -> tuple[Sequence[int], int]:
+        """Return the calls around a meeting, and the last rank's, if that rank began even this call after the
+        others had come to the meeting, such as a backward pass with a collective inside. Else return the
+        meeting's own calls.
+        """
+        spans, start_ns = self._timeline.spans, self._graph.start_ns
+        others_ns = max(start_ns[member] for member in members if member != last)
+        around = {member: spans[member].parent for member in members}
+        known = {member: call for member, call in around.items() if call is not None}
+        alike = {self._labels[call] for call in known.values()}
+        own = all(spans[call].process == spans[member].process for member, call in known.items())
+        if len(known) < len(members) or len(alike) > 1 or not own or start_ns[known[last]] <= others_ns:
+            return members, last
+        return self._begun_late(tuple(known.values()), known[last])
 
     def _lateness(
         self,

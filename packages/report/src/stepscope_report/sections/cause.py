@@ -11,7 +11,7 @@ This file is longer than 500 lines because the choice of a cause and its sentenc
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -140,9 +140,9 @@ def explain(
     if not near:
         grown = [one for one in grown if not _may_lack_cores(one, path, holds)]
     blocks = [one for one in found if one.kind == "event-loop"]
-    within = [] if near else found
-    """Suspects within the step that count as an explanation of its excess: none if captured neighbours exist,
-    because these may have the same suspects."""
+    within = list(_late_outside(found, path, near)) if near else found
+    """Suspects within the step that count as an explanation of its excess. Captured neighbours may have the
+    same suspects."""
     host = holds.busy_host(path)
     grown = [one for one in _joined(grown) if not _stood_still(one, found)]
     known = any(
@@ -177,6 +177,18 @@ def explain(
         ordered.remove(lacked)
         ordered.insert(0, lacked)
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
+    """Yield the ranks that were late because they were in no span for longer than in the captured
+    neighbouring steps.
+    """
+    longer_ns = near_step(path).outside_ns - middle(step.outside_ns for step in near)
+    return (
+        one
+        for one in found
+        if one.kind == "late-rank" and one.label is None and one.longer_ns <= 2 * longer_ns
+    )
 
 
 def _may_lack_cores(grown: Suspect, path: StepPath, holds: Holds) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from stepscope.files.spans import SEQUENCE
 from stepscope_report.accounting import Label, bits_of, walk
 from stepscope_report.division import WAITING, work_of
 from stepscope_report.section import Section
@@ -32,12 +33,13 @@ class VainWait(msgspec.Struct, frozen=True, kw_only=True):
 def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
     """Return the waits that were partly in vain, the longest vain time first.
 
-    Waits for roles that recorded no work in this step are left out. Empty if the clock of a process is
+    Waits for roles that recorded no work in this step are left out, and so are collectives, which wait for
+    their last rank. Empty if the clock of a process is
     unaligned, because that process may have worked.
     """
     waiters: dict[Label, dict[str, None]] = defaultdict(dict)
     for span in timeline.spans:
-        if span.waits:
+        if span.waits and SEQUENCE not in (span.attrs or {}):
             waiters[label_of(span)][timeline.processes[span.process].name] = None
     if not waiters or not all(process.aligned for process in timeline.processes):
         return Table()
@@ -52,7 +54,7 @@ def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
             vain_ns=vain_ns[label],
         )
         for label, _ in vain_ns.most_common()
-        if _could_end(label, working)
+        if label in waiters and _could_end(label, working)
     )
 
 

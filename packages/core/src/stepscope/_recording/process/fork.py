@@ -7,6 +7,8 @@ its parent's files, nor wait for threads, which a fork does not copy.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 
 from stepscope._recording.process import failures
@@ -56,3 +58,9 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def native_id_of(thread: threading.Thread) -> int:
+    """Return the kernel's number of a thread. In a forked child, Python keeps that of the parent's thread."""
+    is_main = thread is threading.main_thread() and sys.platform == "linux"
+    return os.getpid() if is_main else thread.native_id or 0

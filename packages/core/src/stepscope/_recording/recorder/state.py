@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import msgspec
 
 from stepscope._recording.counters.sampler import Sampler
+from stepscope._recording.process import fork
 from stepscope._recording.process.shutdown import on_sigterm
 from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.collectives import collectives_here
@@ -305,7 +306,7 @@ def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
         is_blocked = callback is not None and before.get(ident) == callback
         inside = {id(frame) for frame in _outwards(stack)}
         yield Thread(
-            id=thread.native_id or 0,
+            id=fork.native_id_of(thread),
             name=bounded(thread.name),
             frames=tuple(frame_of(frame) for frame, _ in zip(_users(stack), range(DEPTH), strict=False)),
             in_loop=not _RUNS_LOOP.isdisjoint(stack.f_code.co_names),

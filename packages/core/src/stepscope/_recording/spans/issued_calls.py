@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope._recording.process import failures
+from stepscope._recording.process import failures, fork
 from stepscope._recording.spans import collective_calls
 from stepscope._recording.spans.maker import SpanMaker
 from stepscope._recording.spans.span import Span
@@ -80,7 +80,7 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
     seen = {
         (name, number) for name, number, at_ns in list(collective_calls.seen) if at_ns > since_ns - _BEFORE_NS
     }
-    threads = {str(thread.ident): thread.native_id or 0 for thread in threading.enumerate()}
+    threads = {str(thread.ident): fork.native_id_of(thread) for thread in threading.enumerate()}
     text, spans = dump(includeCollectives=True, onlyActive=False), []
     for call in msgspec.json.decode(text, type=_Dump, strict=False).entries:
         group, number = call.process_group[0], call.collective_seq_id
