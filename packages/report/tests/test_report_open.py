@@ -140,5 +140,5 @@ def test_with_it_a_frame_has_a_row_for_each_row(
     table = stage_times(load_step(rl_step(tmp_path).write()))
     rows = getattr(table, f"to_{library}")()
     assert [row["stage"] for row in rows] == [stage.stage for stage in table]
-    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "waited_ns", "total_ns", "profiled"}
+    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "waited_ns", "total_ns", "profiled", "cut"}
     assert rows[0]["processes"][0].keys() == stated

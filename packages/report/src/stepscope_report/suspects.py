@@ -304,7 +304,7 @@ class _Lineup:
                 None if label is None else took_ns,
                 None if label is None else usual_ns,
                 self._others(process, (spans[node].process for one in times for node in one.members)),
-                evidence=(self._say_met(first, len(times)),),
+                evidence=(self._say_met(first, len(times), label),),
                 awaited_in=meeting,
                 nodes=tuple(cuts),
                 peers=_by_process(spans, (node for one in times for node in one.others)),
@@ -390,7 +390,7 @@ class _Lineup:
     def _sum(self, nodes: Sequence[int]) -> int:
         return sum(self._own_ns[node] for node in nodes)
 
-    def _say_met(self, first: _Lateness, times: int) -> str:
+    def _say_met(self, first: _Lateness, times: int, label: Label | None) -> str:
         spans, graph = self._timeline.spans, self._graph
         others = [member for member in first.members if member != first.last]
         earlier = min(others, key=lambda member: graph.start_ns[member])
@@ -398,6 +398,8 @@ class _Lineup:
         name = self._timeline.processes[spans[earlier].process].name
         stage = " ".join(self._labels[first.last])
         often = f", the latest of {times:,} times" if times > 1 else ""
+        if label is None:  # the cause's sentence says the rest
+            return f"all of them ended together{often}"
         return f"it began {stage} {duration(apart_ns)} after {name}{often}, and all of them ended together"
 
     # Processes that are slower than others of their role.
