@@ -1,1 +1,1 @@
-"""Operators, kernels, devices, engine iterations and memory of torch traces."""
+"""Content of torch traces: operators, kernels, devices, engine iterations and memory."""

@@ -25,23 +25,23 @@ class Requests(msgspec.Struct, frozen=True):
     """Requests that received a token in the iteration."""
     prefill_tokens: int | None = None
     mixed: bool = False
-    """True if the engine does not separate prefills from decodes; `prefills` then counts both."""
+    """True if the engine does not distinguish prefills and decodes, so that `prefills` counts both."""
 
 
 class Iteration(msgspec.Struct, gc=False):
-    """One forward pass of an inference engine over at least one request, by the engine's own annotation."""
+    """One forward pass of an inference engine with at least one request, from the engine's annotation."""
 
     start_us: float
     dur_us: float
     prefills: int
-    """The same as in `Requests`, like the fields below."""
+    """This field and those below are the same as in `Requests`."""
     decodes: int
     prefill_tokens: int | None
     mixed: bool = False
 
 
 class Operator(msgspec.Struct):
-    """All calls of one operator on the CPU, with inputs of the same shapes where the trace has shapes."""
+    """All calls of one operator on the CPU. If the trace has shapes, the calls with the same input shapes."""
 
     name: str
     shapes: str = ""
@@ -50,7 +50,7 @@ class Operator(msgspec.Struct):
     total_us: float = 0.0
     max_us: float = 0.0
     below_us: float = 0.0
-    """Part of the total that was spent in operators below it."""
+    """Part of `total_us` that was spent in operators that this operator called."""
     outer: bool = False
     """True for a range of `record_function` or a decorator, False for an operator of a library."""
 
@@ -70,7 +70,7 @@ class Kernel(msgspec.Struct):
 
 
 class Device(msgspec.Struct):
-    """Activity of one device over all its streams. No instant counts twice."""
+    """Activity of one device on all of its streams. Each instant counts once."""
 
     name: str
     first_us: float
@@ -79,12 +79,12 @@ class Device(msgspec.Struct):
     compute_us: float
     communication_us: float
     exposed_us: float
-    """Communication time that no computation overlaps."""
+    """Communication time without computation at the same time."""
     memory_us: float
 
 
 class Stream(msgspec.Struct):
-    """Computation on one stream of a device: the sum of its kernels."""
+    """Computation on one stream of a device: the summed time of the stream's kernels."""
 
     device: str
     compute_us: float
@@ -104,13 +104,13 @@ class Peak(msgspec.Struct):
 
 
 class ProfilerStep(msgspec.Struct):
-    """One step of torch's profiler on the CPU. Each time but `idle` counts an instant at most once."""
+    """One step of the program on the CPU. In each time except `idle`, an instant counts at most once."""
 
     number: int
     start_us: float
     dur_us: float
     busy_us: float | None
-    """Time in which any device was busy, or None without a device."""
+    """Time in which at least one device was busy, or None without a device."""
     exposed_us: float | None
     """Time of communication without computation, or None without a device."""
     loading_us: float
@@ -118,9 +118,10 @@ class ProfilerStep(msgspec.Struct):
     optimizer_us: float
     """Time in `Optimizer.step`, on the CPU."""
     forward_us: float | None = None
-    """Time in ranges named for the forward pass, on the CPU, or None if the trace has none."""
+    """CPU time in ranges whose names contain "forward", or None if the trace has none."""
     backward_us: float | None = None
-    """Time in torch's backward, or in ranges named for it, on the CPU, or None if the trace has neither."""
+    """CPU time in torch's backward pass and in ranges whose names contain "backward", or None if the trace
+    has neither."""
     h2d_us: float | None = None
     """Time of copies from the host to a device, or None if the trace has none."""
     idle: dict[GapKind, float] = {}
@@ -128,38 +129,38 @@ class ProfilerStep(msgspec.Struct):
 
 
 class LabelTime(msgspec.Struct):
-    """All ranges of one label within the same labels."""
+    """All ranges of one label inside the same surrounding labels."""
 
     path: tuple[str, ...]
     """Names of the surrounding labels and of the label itself, the outermost first."""
     count: int
     cpu_us: float
     busy_us: float | None
-    """Time in which a device ran kernels that were launched within the label, or None if the trace has
-    no launches."""
+    """Time in which a device ran kernels that were launched within the label, or None if the trace has no
+    launches."""
     communication_us: float | None
     kernels: int
     """Number of kernels that were launched within the label."""
     idle_us: float | None
     """Time within the label in which no device was busy."""
     idle: dict[GapKind, float]
-    """The gaps of devices that were caused within this label and no label below it, by cause."""
+    """{cause: time of the devices' gaps that were caused in this label, and in no label below it}."""
 
 
 class Collective(msgspec.Struct):
-    """All calls of one collective on this rank, in order."""
+    """All calls of one collective by this rank, in order."""
 
     name: str
     times: bytes
-    """Start and end of each call in us, packed as doubles (16 bytes a call, because a report has many
-    ranks)."""
+    """Start and end of each call in us, packed as doubles. Packed, a call takes 16 bytes; a report has many
+    ranks."""
 
     def calls(self) -> Iterator[Pair]:
         return unpacked(memoryview(self.times).cast("d"))
 
 
 class GroupCalls(msgspec.Struct):
-    """All calls of one collective in one process group by this rank, where the trace names groups."""
+    """All calls of one collective in one process group by this rank, if the trace names groups."""
 
     op: str
     group: str
@@ -167,11 +168,12 @@ class GroupCalls(msgspec.Struct):
     times: bytes
     """The times of the calls, packed as in `Collective`, in the order of the file."""
     numbers: bytes
-    """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers; -1 if torch gave none."""
+    """Number of each call, packed as 64-bit integers. Torch gives a call the same number on all ranks. -1 if
+    torch gave no number."""
 
     def calls(self) -> Iterator[tuple[int, Pair]]:
-        """Yield (number, (start, end)) of each call, in order of the numbers. Calls that torch did not number
-        are numbered from 0 by their starts.
+        """Yield (number, (start, end)) of each call, in order of the numbers. Calls without a number from
+        torch are numbered from 0 in order of their starts.
         """
         times = unpacked(memoryview(self.times).cast("d"))
         numbers = memoryview(self.numbers).cast("q")
@@ -195,7 +197,7 @@ class SizedCalls(msgspec.Struct):
     best_us: float = float("inf")
     """Time of the fastest call."""
     nodes: int | None = None
-    """Number of the group's hosts, for files whose `group` names no ranks; None for other files."""
+    """Number of the group's hosts if `group` names no ranks; None if it names ranks."""
 
     def add(self, us: float) -> None:
         self.count += 1
@@ -210,35 +212,35 @@ class TraceContent(msgspec.Struct, kw_only=True):
     distributed: Distributed | None
     host: str | None
     first_us: float | None
-    """The time of the first event; None if nothing was recorded."""
+    """Time of the first event, or None if nothing was recorded."""
     last_us: float | None
     events: int
     operators: list[Operator]
     operators_us: float
     """Time in which at least one operator ran on any thread."""
     waiting_us: float
-    """Time in which a collective ran on the CPU and no operator did."""
+    """Time in which a collective ran on the CPU and no operator ran."""
     kernels: list[Kernel]
     devices: list[Device]
     streams: list[Stream] = []
     sized: list[SizedCalls] = []
     collectives: list[Collective]
     grouped: list[GroupCalls] = []
-    """The calls by process group. Only collectives that no rank leaves before all have entered are
-    included."""
+    """The calls of collectives by process group. Only collectives are included that no rank can leave before
+    all ranks have entered."""
     iterations: list[Iteration]
     memory: list[Peak]
     runtime: bool
-    """True if calls into CUDA, HIP or the like were recorded."""
+    """True if the trace has calls into the runtime of a device (CUDA, HIP)."""
     device_names: list[str]
-    """Devices of the host, as the trace lists them."""
+    """Names of the host's devices, as the trace lists them."""
     flops: Flops = msgspec.field(default_factory=Flops)
-    """The FLOPs of matrix products and attention; empty where the trace has no shapes."""
+    """The FLOPs of matrix products and attention; empty if the trace has no shapes."""
     steps: list[ProfilerStep] = []
     """The steps of the program, from torch's profiler, a named range, or the optimizer's calls. Empty if
     there are none."""
     gaps: list[DeviceGaps] = []
-    """Gaps of the devices by cause, the longest total first."""
+    """Gaps of the devices by cause, call and place, the longest total first."""
     labels: list[LabelTime] = []
-    """Time by label; each label comes before those within it."""
+    """Time by label. A label comes before the labels in it."""
     problems: dict[str, int | None]

@@ -1,12 +1,12 @@
-"""Operators, kernels, devices, engine iterations and memory of one torch trace.
+"""Reader of one torch trace: its operators, kernels, devices, engine iterations and memory.
 
-It is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if a trace has
-them. Memory holds one block of the file, a record for each name and shapes, 16 bytes for each interval of
-device or operator time, and 20 to 24 bytes for each operator, label, function and kernel.
+The reader is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if the
+trace has them. Memory holds one block of the file, a record for each name and shapes, 16 bytes for each
+interval of device or operator time, and 20 to 32 bytes for each operator, label, function and kernel.
 
-One file above 500 lines: the shapes of events, and what each of them counts as, are read together.
+This file has more than 500 lines, because the types of events and what each event counts as belong together.
 
-Layouts: Kineto's from torch 1.8 to 2.15; CUDA, ROCm, MTIA and CPU.
+It reads the files that Kineto writes from torch 1.8 to 2.15, for CUDA, ROCm, MTIA and CPU.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ DEVICE = frozenset(
         "communication",
     )
 )  # fmt: skip
-"""Categories of a device's work. `communication` comes from readers of other formats."""
+"""Categories of a device's work. Only readers of other formats use `communication`."""
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
 _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
-"""Names of copies from the host: Kineto's, ROCm's and those of nsys."""
+"""Names of copies from the host to a device, in Kineto, ROCm and nsys."""
 _NCCL_CALLS = frozenset({"COLL", "P2P"})
 _SYNCS = frozenset({"cuda_sync"})
 _COMMS = "record_param_comms"
@@ -101,8 +101,8 @@ def read_trace(
     """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`.
 
     Args:
-        step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
-        within: The first and the last time in us between which events are read, or None to read all.
+        step_mark: Name of the ranges that are the program's steps, as `mark` of `ProfilerSteps`.
+        within: (first, last) time in us. Only events between these times are read; None to read all.
     """
     content = _read(path, None, on_read, step_mark, within)
     near = None if is_short(content.first_us, content.last_us) else _near(path)
@@ -110,12 +110,12 @@ def read_trace(
 
 
 def is_short(first_us: float | None, last_us: float | None) -> bool:
-    """Return whether no event is an hour from another, so that all their times are believed."""
+    """Return whether all events are within `MARGIN_US` of each other, so that all times are plausible."""
     return (last_us or 0.0) - (first_us or 0.0) <= MARGIN_US
 
 
 def _near(path: Path) -> tuple[float, float]:
-    """Return the first and the last time in us that are believed in a trace."""
+    """Return the first and the last plausible time in us in a trace."""
     hours = Hours()
     trace = ChromeTrace(path)
     trace.read(Reading(trace.notes).parse, lambda events: hours.add(starts(events)))
@@ -134,7 +134,7 @@ def nothing_read(why: str) -> TraceContent:
 
 
 class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    """A slice (phase X) of a Chrome trace. In an event of a device, `pid` is the device's number."""
+    """A slice (phase X) of a Chrome trace. For the work of a device, `pid` is the device's number."""
 
     name: str = ""
     cat: str = ""
@@ -163,8 +163,8 @@ _Id: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=10**15)]
 
 
 class _Facts(msgspec.Struct, gc=False):
-    """Fields of an event's `args`: about a device or a call into its runtime, and those by which `Links`
-    judges operators and waits. A number that is not stated is -1, but `node` is 0.
+    """Fields of an event's `args` about a device's work, a call into its runtime, and the links that `Links`
+    checks. A number that is not stated is -1, except `node`, which is 0.
     """
 
     device: _Id = -1
@@ -200,7 +200,7 @@ class _Odd(Complete, tag_field="ph", tag="X", gc=False):
 
 
 class Linked(Complete, tag_field="ph", tag="X", gc=False):
-    """A slice of another reader, with the number that a kernel and its launch have in common."""
+    """A slice from another reader. A kernel and its launch have the same `correlation`."""
 
     correlation: int = -1
 
@@ -214,14 +214,14 @@ def _facts(event: Complete) -> _Facts:
 
 
 def _all_facts(events: Sequence[Any]) -> list[_Facts]:
-    """Return the facts of events. Events of the usual type are handled here, in a quarter of the time of a
-    call.
+    """Return the facts of events. Events of the usual type are handled without a call of `_facts`, which is
+    four times as fast.
     """
     return [event.args or _NOTHING_SAID if type(event) is _Stated else _facts(event) for event in events]
 
 
 def _readable(args: msgspec.Raw) -> _Facts:
-    """Return the facts from the arguments that have the right types."""
+    """Return the facts in the arguments, without arguments of a wrong type."""
     facts = _Facts()
     with suppress(msgspec.DecodeError):
         for name, raw in _raw_fields(args).items():
@@ -260,8 +260,8 @@ _unused = [phase for phase in _phases if phase.__struct_config__.tag not in ("b"
 
 
 def _events(slices: type[Complete]) -> Any:
-    """Return a decoder of events. The type of an event is made at run time, so that events of unused phases
-    become structs without a field.
+    """Return a decoder of events. Events of unused phases are decoded to structs without fields. The types of
+    these structs are made at run time.
     """
     event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End)
     return msgspec.json.Decoder(list[event], strict=False).decode
@@ -271,7 +271,7 @@ _decode, _decode_with_shapes, _decode_odd = _events(_Stated), _events(_Shaped), 
 
 
 def _decoded(element: msgspec.Raw) -> list[Event]:
-    """Return the event of an element, if it has one."""
+    """Return a list with the event in an element of the array, or an empty list if it is no event."""
     for decode in (_decode_with_shapes, _decode_odd):
         with suppress(msgspec.ValidationError):
             events: list[Event] = decode(b"[%b]" % element)
@@ -293,22 +293,22 @@ class Reading:
         within: Pair | None = None,
     ) -> None:
         """Args:
-        near: The first and the last believed time in us, or None for all.
+        near: The first and the last plausible time in us, or None if all times are plausible.
         step_mark: The same as in `read_trace`.
         within: The same as in `read_trace`.
         """
         self._within = within
         self.notes = notes
         self.times: list[float] = []
-        """Times in us of the file's first events, which tell its clock."""
+        """Times in us of the file's first events, which show the file's clock."""
         self._near = near or _ALL
         self.events = 0
         self.kernels: dict[str, Kernel] = {}
         self._work, self._linked = DeviceWork(), False
         self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        """{name of a device's kernel, or of a CPU's call, as `gloo:all_reduce`: times}. The times are the
-        start and the end of each call in turn, in arrays, because lists of floats would fragment memory."""
+        """{name of a device's kernel, or of a call on the CPU such as `gloo:all_reduce`: times}. The times
+        are alternating starts and ends, in arrays, because lists of floats would fragment memory."""
         self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(
             lambda: (array("d"), array("q"))
         )
@@ -319,22 +319,22 @@ class Reading:
         self._nested = Nested()
         self._host, self._labels = Host(self._nested), Labels()
         self._begun: dict[tuple[int | str, str, int | str], tuple[str, float]] = {}
-        """{process, category and id of an asynchronous event: (name, start)}, until it ends."""
+        """{(process, category, id) of an asynchronous event that has not ended: (name, start)}."""
         self._steps = ProfilerSteps(step_mark)
         self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
         self._known_frames: dict[str, int] = {}
-        """Numbers of the functions, except garbage collections and modules."""
+        """{name of a Python function: its number}, without garbage collections and modules."""
         self._known: dict[str, int] = {}
         """{name of an operator without shapes: its number}."""
         self._backward: set[int] = set()
-        """Numbers of the operators that torch's backward runs."""
+        """Numbers of the operators of torch's backward pass."""
 
     def parse(self, text: bytes) -> list[Event]:
-        """Return the events of an array. Events of another shape are counted and left out.
+        """Return the events in a JSON array. Malformed events are counted as problems and left out.
 
         Raises:
-            DecodeError: the array is no JSON.
+            DecodeError: `text` is not JSON.
         """
         try:
             events: list[Event] = (_decode if find(text, SHAPES) < 0 else _decode_with_shapes)(text)
@@ -370,8 +370,8 @@ class Reading:
         return inside and self._near[0] <= start and start + dur <= self._near[1]
 
     def _cut(self, events: Iterable[Event], within: Pair) -> Iterator[Event]:
-        """Yield the events within a time. An event that reaches beyond is cut to the part inside; an event
-        outside is kept only as a possible cause of gaps inside.
+        """Yield the events between the times `within`. An event that reaches beyond is cut to the part
+        inside. An event outside is only kept as a possible cause of gaps inside.
         """
         first, last = within
         for event in events:
@@ -452,8 +452,8 @@ class Reading:
             self._operators(others, special)
 
     def _believed(self, events: list[Complete]) -> tuple[list[Complete], list[float], list[float]]:
-        """Return the slices whose times are believed, with their starts and durations. The others are counted
-        as problems.
+        """Return the slices with plausible times, and their starts and durations. Other slices are counted as
+        problems.
         """
         starts_us, durs = [event.ts for event in events], [event.dur for event in events]
         first, last = self._near
@@ -472,8 +472,10 @@ class Reading:
         return kept, [event.ts for event in kept], [event.dur for event in kept]
 
     def _operators(self, given: list[Complete], special: Sequence[int]) -> None:
-        """Add operators, and the ranges that nest with them. `special` has the indices of all but operators
-        without shapes.
+        """Add operators, and the ranges that nest with them.
+
+        Args:
+            special: Indices of the events that are not operators without shapes.
         """
         events, starts_us, durs = self._believed(given)
         one_by_one = special if len(events) == len(given) else range(len(events))
@@ -495,8 +497,12 @@ class Reading:
         durs: Sequence[float],
         special: Iterable[int] = (),
     ) -> list[int]:
-        """Add slices to those of their threads, in the file's order: all that are known by name together, and
-        the others one by one. Return the numbers of the known ones, or -1 for any other.
+        """Add events to the slices of their threads, in the order of the file. Return the number of each
+        event's name, or -1 for an event that was not known by name.
+
+        Args:
+            known: {name: number} for events that can be added many at a time.
+            add_one: Called for any other event, and for the events in `special`.
         """
         numbers = [known.get(event.name, -1) for event in events]
         for at in special:
@@ -515,7 +521,7 @@ class Reading:
         return numbers
 
     def _threads(self, events: Sequence[Complete]) -> list[int]:
-        """Return the number of the thread of each event, which is mostly that of all."""
+        """Return the number of each event's thread. Fast if all events have the same thread, as is usual."""
         pids, tids, number = (
             [event.pid for event in events],
             [event.tid for event in events],
@@ -536,10 +542,10 @@ class Reading:
             self.seen(event.ts, event.ts + event.dur)
 
     def _asynchronous(self, event: _Begin | _End) -> None:
-        """Add a collective as NCCL's example profiler writes it: a pair of asynchronous events, not a slice.
+        """Add a collective that NCCL's example profiler has written as a pair of asynchronous events.
 
-        Format: `ext-profiler/example/print_event.cc` of NCCL. An id is unique among the events of one
-        category and process.
+        The format is that of `ext-profiler/example/print_event.cc` in NCCL. An id is unique among the events
+        of one category and process.
         """
         if event.cat not in _NCCL_CALLS:
             return
@@ -553,7 +559,7 @@ class Reading:
                 self.seen(start, event.ts)
 
     def _operator(self, event: Complete) -> None:
-        """Add an operator of a new name, or one with shapes."""
+        """Add an operator that has a new name or shapes."""
         key = name = event.name
         if isinstance(event, _Shaped) and event.args is not None:
             self.flops.add(name, event.ts, event.args.dims)
@@ -575,7 +581,7 @@ class Reading:
             self._known[name] = number
 
     def _of_backward(self, events: Sequence[Complete]) -> None:
-        """Add operators of torch's backward."""
+        """Add the links of operators of torch's backward pass."""
         facts = _all_facts(events)
         self._links.backward(
             [event.name for event in events],
@@ -605,7 +611,7 @@ class Reading:
         return self._nested.add(key, event.ts, event.dur, thread)
 
     def _add_up(self) -> list[Work]:
-        """Add up the work of devices, and return the work of each name."""
+        """Add up the work of devices. Return the kind of work of each name."""
         work, known = self._work, list(self._work.names)
         works = [work_of(category, name) for category, name in zip(work.categories, known, strict=True)]
         for name, kind, totals in zip(known, works, work.totals(), strict=True):
@@ -614,7 +620,7 @@ class Reading:
                 kernel.count += totals.calls
                 kernel.total_us += totals.total_us
                 kernel.max_us = max(kernel.max_us, totals.max_us)
-        if not self._linked:  # other profilers have graphs and groups on their tracks
+        if not self._linked:  # other readers put graphs and groups on a track, whose launches differ
             self._launches.ran(work.rows.correlations, work.rows.starts)
         talks = {number for number, kind in enumerate(works) if kind == "communication"}
         copies = {number for number, name in enumerate(known) if _TO_DEVICE.search(name)} - talks
@@ -656,7 +662,7 @@ class Reading:
         iteration = iteration_of(event.name, event.ts, event.dur)
         if iteration is not None:
             self.iterations[event.cat, event.pid, event.tid].append(iteration)
-        elif event.cat != "gpu_user_annotation":  # such an event repeats a range
+        elif event.cat != "gpu_user_annotation":  # which repeats a range with the times on the GPU
             self.seen(event.ts, event.ts + event.dur)
             self._steps.add(event.name, event.ts, event.dur)
             self._name_range(event)
@@ -665,7 +671,7 @@ class Reading:
     def _name_range(self, event: Complete) -> None:
         name, thread = mark_name(event.name), self._host.thread((event.pid, event.tid))
         if name is None:
-            return  # an operator
+            return  # the range is an operator from `emit_nvtx`
         self._host.mark(event.name, event.ts, event.dur)
         if event.cat in _OPERATORS:  # a range written as an operator, as by `_RecordFunctionFast`
             self._steps.add(event.name, event.ts, event.dur)
@@ -683,7 +689,7 @@ class Reading:
         peak.reserved_bytes = max(peak.reserved_bytes, args.reserved or 0)
 
     def seen(self, start: float, end: float) -> None:
-        """Extend the recorded time of the trace by `start` to `end`."""
+        """Extend the recorded time of the trace so that it includes `start` to `end`."""
         self.first, self.last = min(self.first, start), max(self.last, end)
 
     def finish(self, fields: TraceFields) -> TraceContent:
@@ -709,7 +715,7 @@ class Reading:
             self.seen(*self._within)
         backward = self._nested.times_of(self._backward)
         steps = self._steps.finish(covers.values(), backward)
-        covers.clear()  # free memory before the gaps need some
+        covers.clear()  # free memory before the gaps are computed
         self._launches = Launches()
         gaps = self._host.gaps(self.first, self.last)
         if self._within is not None:
@@ -751,7 +757,7 @@ class Reading:
         )
 
     def _devices(self, works: Sequence[Work]) -> dict[int | str, dict[Work, Stretches]]:
-        """Return the times of each kind of work on each device. The gaps of the devices are judged later."""
+        """Return the times of each kind of work on each device. Keep the kernels for the gaps."""
         work = self._work
         streams = [stream_number(track.stream) for track in work.tracks]
         talks = [kind == "communication" for kind in works]
@@ -765,8 +771,8 @@ class Reading:
         return covers
 
     def _iterations(self) -> list[Iteration]:
-        """Return the iterations of one track, preferably of a device's track, because durations there are
-        real.
+        """Return the iterations of one track. A device's track is preferred, because it shows how long the
+        device ran.
         """
 
         def worth(key: tuple[str, int | str, int | str]) -> tuple[bool, int, str]:
@@ -792,7 +798,7 @@ def _read(
 
 
 def _ran(operator: Operator) -> bool:
-    return operator.count > 0  # or it ran beyond the times that were read
+    return operator.count > 0  # 0 if it ran only outside of the times that are read
 
 
 def _by_own_time(operator: Operator) -> tuple[float, str, str]:

@@ -1,8 +1,8 @@
 """Causes of the time in which a device had nothing to run, gap by gap.
 
-A gap ends with a kernel. If that kernel was launched before the gap began, the device itself took the time;
-else the program launched too late, and what its threads did meanwhile is the cause. HolisticTraceAnalysis
-separates the same two and calls the second `host_wait`.
+A gap ends with a kernel. If this kernel was launched before the gap began, the device itself took the time.
+Otherwise the program launched the kernel too late, and what the program's threads did in the gap is the
+cause. HolisticTraceAnalysis makes the same distinction, and calls the second case `host_wait`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ GapKind: TypeAlias = Literal[
 GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 """Causes of gaps.
 
-`synchronisation`: a call waited until the device had run all that was queued. `copies`: the program was in a
-call that copies. `collective`: in a collective on the CPU. `slow launches`: operators ran on the CPU, which
-launched more slowly than the device ran. `no operator`: no operator ran. `queued`: the next kernel was
-launched before, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not
-recorded. `edges`: before the first and after the last kernel of the recording."""
+`synchronisation`: a call waited until the device had run all queued work. `copies`: the program was in a call
+that copies. `collective`: the program was in a collective on the CPU. `slow launches`: operators ran on the
+CPU, and launched more slowly than the device ran. `no operator`: no operator ran. `queued`: the next kernel
+had been launched, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not
+recorded. `edges`: the time before the first and after the last kernel of the recording."""
 ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 """Causes that HolisticTraceAnalysis calls `host_wait`."""
 
@@ -64,23 +64,23 @@ _FILE = re.compile(r"(.+\.py)\((\d+)\): (.+)")
 _NOT_OURS = re.compile(
     r"(^|.*/)(torch|site-packages|dist-packages|lib/python3\.\d+)/|<frozen|(contextlib|threading|queue|functools)\.py"
 )
-"""Files of a call stack that are no code of the user. Kineto leaves out the part of a path before `torch`."""
+"""Files in a call stack that are not the user's code. Kineto leaves out the part of a path before `torch`."""
 SOON_US = 1.0
-"""Time in us by which a call may seem to end before the kernel that it waited for."""
+"""Largest time in us by which a call may seem to end before the kernel that it waited for has ended."""
 _WAITS = 64
 """Largest number of waits for streams that are compared with kernels."""
 KEPT = 64
-"""Largest number of rows of one trace. Further rows are added up by cause."""
+"""Largest number of `DeviceGaps` of one trace. Further ones are added up by cause."""
 OTHERS = "others"
 
 
 class DeviceGaps(msgspec.Struct):
-    """Gaps of the devices of a trace with one cause, in one call at one place."""
+    """All gaps of the devices of a trace with the same cause, call and place."""
 
     kind: GapKind
     call: str
-    """The call that caused the gaps, with the operator around it: `cudaStreamSynchronize in aten::item`, or
-    empty."""
+    """The call that caused the gaps, and the operator around the call, `cudaStreamSynchronize in aten::item`;
+    empty if unknown."""
     place: str
     """The innermost line of the user's code, `train.py(41): step`; empty unless the trace has stacks."""
     count: int = 0
@@ -93,13 +93,13 @@ def stream_number(stream: object) -> int:
 
 
 class DeviceKernels:
-    """Kernels of one device by their starts."""
+    """Kernels of one device in order of their starts."""
 
     def __init__(self, rows: Rows, streams: Sequence[int], talks: Sequence[bool]) -> None:
         """
         Args:
-            streams: Number of the stream of each track, or -1.
-            talks: Whether the kernels of each name communicate.
+            streams: Number of the stream of each track; -1 for a track that is no stream.
+            talks: For each name of a kernel, True if the kernel communicates.
         """
         self.starts, self.ends, self.correlations = rows.starts, rows.ends(), rows.correlations
         self._rows, self._streams, self._talks = rows, streams, talks
@@ -111,8 +111,14 @@ class DeviceKernels:
     def gaps(
         self, first: float, launches: Sequence[float], threads: Sequence[int]
     ) -> Iterator[list[tuple[float, float, float, float, int]]]:
-        """Yield the gaps between kernels from a time on, some thousands at once: the start, the end, and the
-        launch of the kernel at the end: no later than the end, as it is known, and its thread.
+        """Yield the gaps between kernels since the time `first`, in lists of some thousands.
+
+        A gap is (start, end, the launch of the next kernel but no later than the end, the launch of the next
+        kernel or `NEVER`, thread of the launch).
+
+        Args:
+            launches: Time of the launch of each kernel.
+            threads: Thread of the launch of each kernel.
         """
         until, columns = first, zip(self.starts, self.ends, launches, threads, strict=True)
         while some := list(islice(columns, CHUNK)):
@@ -125,7 +131,7 @@ class DeviceKernels:
             yield rows
 
     def running(self, at_us: float, stream: int) -> Iterator[float]:
-        """Yield the ends of the kernels of a stream that run at a moment."""
+        """Yield the ends of the kernels that run on a stream at a moment."""
         for start, end, track in zip(self.starts, self.ends, self._rows.tracks, strict=True):
             if self._streams[track] == stream and start < at_us < end:
                 yield end
@@ -133,7 +139,7 @@ class DeviceKernels:
 
 @lru_cache(1 << 12)
 def _kind_of(call: str) -> GapKind | None:
-    """Return the kind of gaps that a call into the runtime of a device may cause."""
+    """Return the cause that a call into a device's runtime is for gaps, or None if it causes no gaps."""
     if _SYNC.fullmatch(call):
         return "synchronisation"
     if _ALLOCATES.fullmatch(call) and not _NOT_ALLOCATING.fullmatch(call):
@@ -142,25 +148,25 @@ def _kind_of(call: str) -> GapKind | None:
 
 
 class Host:
-    """Calls of threads and kernels of devices. They are collected while a trace is read; `gaps`
-    judges them.
+    """The calls of threads and the kernels of devices, collected while a trace is read. `gaps` finds the
+    causes of gaps in them.
     """
 
     def __init__(self, operators: Nested) -> None:
         self.names, self._operators = Names(), operators
         self.devices: dict[int | str, DeviceKernels] = {}
         self.frames: dict[int, Slices] = defaultdict(Slices)
-        """Functions of Python by thread, where the trace has stacks."""
+        """{thread: Python functions}. Empty if the trace has no stacks."""
         self._launched, self._launched_by = Starts(), Starts()
         self._launcher: int | None = None
-        """The thread of the first call. `_launched_by` holds only the calls of other threads."""
+        """The thread of the first call. To save memory, `_launched_by` has only calls of other threads."""
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self._syncs: list[tuple[float, float, int, int]] = []
-        """(end, start, thread, name)."""
+        """(end, start, thread, number of the name) of the calls that synchronise."""
         self._waits: list[tuple[int | str, int, float]] = []
-        """(device, stream, start) of the waits for a stream, as the device's own records have them."""
+        """(device, stream, start) of the waits for a stream, from the device's own records."""
         self._held: dict[GapKind, Cover] = defaultdict(Cover)
-        """Times in calls of each kind, on any thread."""
+        """{cause: times in which any thread was in such a call}."""
         self._calls: dict[GapKind, Slices] = defaultdict(Slices)
 
     def thread(self, thread: tuple[int | str, int | str]) -> int:
@@ -169,9 +175,7 @@ class Host:
     def launched(
         self, correlations: Sequence[int], starts_us: Sequence[float], threads: Sequence[int]
     ) -> None:
-        """Add the times and threads of calls into a device's runtime. A correlation is -1 if the call has
-        none.
-        """
+        """Add the times and threads of calls into a device's runtime. A call without a correlation has -1."""
         self._launched.extend(correlations, starts_us)
         if self._launcher is None:
             self._launcher = next(iter(threads), None)
@@ -201,7 +205,7 @@ class Host:
             self._waits.append((device, stream, start))
 
     def unsynced(self) -> int:
-        """Return the number of kernels that run while a wait for their stream begins."""
+        """Return the number of kernels that still run when a wait for their stream begins."""
         return sum(
             end > start + SOON_US
             for device, stream, start in self._waits
@@ -237,8 +241,8 @@ class Host:
         return bool(self._launched)
 
     def launches_of(self, correlations: Sequence[int]) -> tuple[array[float], Sequence[int]]:
-        """Return the times and the threads of the calls that launched kernels; a time is `NEVER` if it is
-        unknown.
+        """Return the time and the thread of the call that launched each kernel; `NEVER` for an unknown
+        time.
         """
         launcher = _NO_THREAD if self._launcher is None else self._launcher
         threads = array("i", [launcher]) * len(correlations)
@@ -249,7 +253,7 @@ class Host:
         return self._launched.of(correlations), threads
 
     def gaps(self, first: float, last: float) -> Gaps:
-        """Return each gap of each device between two times, with its cause."""
+        """Return all gaps of all devices between two times, with their causes."""
         gaps = Gaps()
         judge = _Judge(
             self._held,
@@ -276,15 +280,18 @@ class Host:
         return gaps
 
     def _place(self, thread: int, gaps: Gaps, order: Sequence[int]) -> None:
-        """Set the call and the place of each gap that a thread caused, from what was open at the gap's cause.
-        The thread is -1 if it is unknown; `order` has the numbers of its gaps by time.
+        """Set the call and the place of the gaps that a thread caused, from the slices that were open then.
+
+        Args:
+            thread: The thread, or -1 if unknown.
+            order: The numbers of the thread's gaps, ascending by `gaps.at`.
         """
         names, texts, calls = self.names, gaps.texts, gaps.calls
         for operators in (self._operators.threads.get(thread), self._operators.beyond.get(thread)):
             for number, around in gaps.open_in(operators, order, (_SYNCHRONISATION,)):
                 if operator := self._operators.outermost(around):
                     calls[number] = texts.number(f"{texts[calls[number]]} in {operator}")
-        for kind, slices in self._calls.items():  # the innermost call at the middle of the gap's cause
+        for kind, slices in self._calls.items():  # use the innermost call that was open at `gaps.at`
             for number, around in gaps.open_in(slices, order, (_NUMBERS[kind],)):
                 calls[number] = texts.number(names[around[-1][1]])
         lines: dict[tuple[int, ...], int] = {}
@@ -306,30 +313,28 @@ class Host:
 
 
 class Gaps:
-    """Times in which a device ran nothing, each up to the kernel that ends it, with their causes. A gap takes
-    33 bytes.
-    """
+    """Times in which a device ran nothing, each with its cause. A gap takes 33 bytes."""
 
     def __init__(self) -> None:
         self.texts = Names()
         self.texts.number("")
         self.starts, self.ends = array("d"), array("d")
         self.at = array("d")
-        """A moment within the cause of each gap, at which open calls are looked up."""
+        """For each gap, the moment at which the calls that may have caused it are looked up."""
         self.kinds = array("b")
-        """Numbers of the kinds in `GAP_KINDS`."""
+        """Index of each gap's cause in `GAP_KINDS`."""
         self.threads = array("i")
         """The thread that caused each gap, or -1."""
         self.calls, self.places = array("i"), array("i")
-        """Numbers of `DeviceGaps.call` and `DeviceGaps.place` in `texts`."""
+        """Number in `texts` of each gap's `DeviceGaps.call`, and of its `DeviceGaps.place`."""
 
     def add_edge(self, start: float, end: float) -> None:
-        """Add the time before the first or after the last kernel, if there is some."""
+        """Add the time before the first or after the last kernel, unless it is empty."""
         if start < end:
             self.extend([start], [end], [start], [EDGES], [_NO_THREAD])
 
     def extend(self, *columns: Sequence[Any]) -> None:
-        """Add gaps: their starts, ends, `at`, numbers of kinds, and threads."""
+        """Add gaps, given as columns: starts, ends, `at`, `kinds`, `threads`."""
         own: list[array[Any]] = [self.starts, self.ends, self.at, self.kinds, self.threads]
         for column, values in zip(own, columns, strict=True):
             column.frombytes(packed(column.typecode, values))
@@ -337,8 +342,8 @@ class Gaps:
     def open_in(
         self, slices: Slices | None, order: Sequence[int], kinds: Container[int]
     ) -> Iterator[tuple[int, list[tuple[float, int]]]]:
-        """Yield (number of a gap, slices open at its cause) for gaps of some kinds at which any slice was
-        open.
+        """Yield (number of a gap, slices that were open at `at`) for each gap of these kinds that has open
+        slices.
 
         Args:
             order: The numbers of the gaps, ascending by `at`.
@@ -351,7 +356,7 @@ class Gaps:
                 yield number, still
 
     def end_by(self, last: float) -> None:
-        """Cut the gaps at a time: leave out later gaps, and shorten a gap that reaches beyond."""
+        """Cut the gaps at the time `last`: drop gaps that start later, and shorten gaps that end later."""
         kept = [number for number, start in enumerate(self.starts) if start < last]
         columns: list[array[Any]] = [self.starts, self.ends, self.at, self.kinds, self.calls, self.places]
         for column in columns:
@@ -366,14 +371,14 @@ _SYNCHRONISATION, _COPYING, _SLOW, _NO_OPERATOR = map(
 _QUEUED, _UNKNOWN, EDGES = map(GAP_KINDS.index, ("queued", "unknown", "edges"))
 _PLACED = frozenset(range(len(GAP_KINDS))) - {_QUEUED, _UNKNOWN, EDGES}
 _AFTER_SYNCS = frozenset((_COPYING, _SLOW, _NO_OPERATOR))
-"""Causes that a call that synchronised comes before."""
+"""Causes over which a call that synchronised takes precedence."""
 _NO_THREAD = -1
 _NO_TEXT = 0
 """Number of the empty text."""
 
 
 class _Judge:
-    """Decides what caused a gap."""
+    """Finds the causes of gaps."""
 
     def __init__(
         self,
@@ -387,13 +392,13 @@ class _Judge:
         known = [kind for kind in ("copies", *reversed(GAP_KINDS)) if kind in held]
         self._held = [(_NUMBERS[kind], Covered(held[kind].stretches())) for kind in dict.fromkeys(known)]
         self.synced: dict[int, int] = {}
-        """{number of a gap: name of the call that synchronised}."""
+        """{number of a gap: number of the name of the call that synchronised}."""
         self._syncs = sorted(syncs)
         self._ends = array("d", map(itemgetter(0), self._syncs))
         self._threads = list(operators.covered())
 
     def judge(self, rows: Sequence[tuple[float, float, float, float, int]], gaps: Gaps) -> None:
-        """Add gaps of a device: rows of `DeviceKernels.gaps`."""
+        """Find the causes of gaps, given as rows of `DeviceKernels.gaps`, and add them to `gaps`."""
         if not rows:
             return
         starts, ends, untils, launches, threads = zip(*rows, strict=True)
@@ -424,8 +429,9 @@ class _Judge:
         gaps.extend(starts, ends, moments, kinds, by)
 
     def _holders(self, starts: Sequence[float], untils: Sequence[float]) -> dict[int, int]:
-        """Return {number of a gap: number of the kind of call that was open for more than half of its time},
-        by `GAP_KINDS`, copies last.
+        """Return {number of a gap: number of the kind of call that was open for more than half of the gap}.
+
+        If several kinds were open, the first in `GAP_KINDS` counts, and `copies` only if no other was open.
         """
         holders: dict[int, int] = {}
         for kind, covered in self._held:
@@ -435,8 +441,8 @@ class _Judge:
         return holders
 
     def _sync(self, start: float, until: float) -> tuple[float, float, int, int] | None:
-        """Return the call that synchronised when the device became idle and that ended before the next
-        launch, or None.
+        """Return the call that synchronised at the time `start`, when the device became idle, and that ended
+        before the next launch, or None.
         """
         for at in range(bisect_left(self._ends, start - SOON_US), len(self._syncs)):
             sync = self._syncs[at]
@@ -448,7 +454,7 @@ class _Judge:
 
 
 def by_cause(gaps: Gaps) -> list[DeviceGaps]:
-    """Return the gaps added up by cause, call and place, the longest total first."""
+    """Return the totals of the gaps by cause, call and place, the longest total first."""
     times: dict[tuple[int, int, int], array[float]] = defaultdict(lambda: array("d"))
     keys = zip(gaps.kinds, gaps.calls, gaps.places, strict=True)
     for key, us in zip(keys, map(sub, gaps.ends, gaps.starts), strict=True):
@@ -473,7 +479,7 @@ def _add(row: DeviceGaps, count: int, us: float, longest_us: float) -> None:
 
 
 def in_steps(gaps: Gaps, steps: Sequence[Pair]) -> list[dict[GapKind, float]]:
-    """Return the time of the gaps within each of the ascending steps, by cause."""
+    """Return {cause: time of the gaps} for each step. The steps must be in order."""
     if not steps:
         return []
     inside = [defaultdict[GapKind, float](float) for _ in steps]

@@ -1,7 +1,7 @@
-"""Work of the devices of a trace in columns: kernels, copies and fills, each with its name and track.
+"""Work of the devices in a trace (kernels, copies and fills) in columns.
 
-While the file is read, work is added in its order, a block at a time. Totals, and overlaps on a stream, are
-counted in that order once the file was read; then the work of each device is sorted by its starts.
+While the file is read, work is added in the order of the file, a block at a time. After that, totals and the
+overlaps on each stream are counted in the same order, and the work of each device is sorted by its starts.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Track(NamedTuple):
     device: int | str
     stream: int | str
     row: tuple[int | str, int | str]
-    """Process and thread that the trace gives the track."""
+    """(pid, tid) of the track in the trace."""
     in_graph: bool
-    """True for nodes of graphs, which run beside each other on one stream."""
+    """True for nodes of a CUDA graph, which may run at the same time on one stream."""
 
 
 class Rows:
-    """Work of devices, in 32 bytes each."""
+    """Columns of work on devices. A kernel, copy or fill takes 32 bytes."""
 
     def __init__(self) -> None:
         self.starts, self.durs = array("d"), array("d")
         self.correlations = array("q")
         self.tracks, self.names = array("I"), array("I")
-        """Numbers in `DeviceWork.tracks` and `DeviceWork.names`."""
+        """Index of each row's track in `DeviceWork.tracks`, and number of its name in `DeviceWork.names`."""
 
     def columns(self) -> list[array[Any]]:
         return [self.starts, self.durs, self.correlations, self.tracks, self.names]
@@ -45,7 +45,7 @@ class Rows:
             own.frombytes(packed(own.typecode, values))
 
     def take(self, rows: Rows, chosen: Sequence[bool]) -> None:
-        """Add those rows of others that are chosen."""
+        """Add the rows of `rows` for which `chosen` is True."""
         for own, values in zip(self.columns(), rows.columns(), strict=True):
             own.extend(compress(values, chosen))
 
@@ -65,7 +65,7 @@ class Rows:
         return array("d", list(map(add, self.starts, self.durs)))
 
     def chunks(self) -> Iterator[tuple[list[float], list[float], list[int], list[int]]]:
-        """Yield starts, durations, tracks and names, some thousands at a time."""
+        """Yield (starts, durations, tracks, names) of the rows, some thousands at a time."""
         for at in range(0, len(self.starts), CHUNK):
             part = slice(at, at + CHUNK)
             yield (
@@ -75,7 +75,7 @@ class Rows:
 
 
 class Totals(NamedTuple):
-    """All work of one name."""
+    """Totals of all work with one name."""
 
     calls: int
     total_us: float
@@ -87,7 +87,8 @@ class DeviceWork:
 
     def __init__(self) -> None:
         self.rows, self.beyond = Rows(), Rows()
-        """The work within the times that are read, and beyond them, which only explains gaps."""
+        """`rows` has the work within the times that are read, `beyond` the other work, which only explains
+        gaps."""
         self.names: dict[str, int] = {}
         self.categories: list[str] = []
         """The category of the first event of each name."""
@@ -102,7 +103,7 @@ class DeviceWork:
         durs: Sequence[float],
         rows: Rows,
     ) -> None:
-        """Add slices of devices with their facts."""
+        """Add slices of devices, with their facts, to `rows`."""
         names = [self.names.get(event.name, -1) for event in events]
         if -1 in names:
             names = [self._name(event) for event in events]
@@ -125,12 +126,12 @@ class DeviceWork:
         number = self._places.setdefault(place, len(self.tracks))
         if number == len(self.tracks):
             pid, tid, device, in_graph = place
-            key = pid if device < 0 else device  # in merged files the pid is not the device's number
+            key = pid if device < 0 else device  # in a merged file, the pid is not the device's number
             self.tracks.append(Track(key, tid, (pid, tid), in_graph))
         return number
 
     def totals(self) -> list[Totals]:
-        """Return the totals by name."""
+        """Return the totals of each name, in the order of `names`."""
         counts, sums = [0] * len(self.names), [0.0] * len(self.names)
         longest = sums.copy()
         for _, durs, _, names in self.rows.chunks():
@@ -144,11 +145,11 @@ class DeviceWork:
     def by_stream(
         self, computes: Sequence[bool], order_of: Callable[[tuple[int | str, int | str]], Stream] | None
     ) -> dict[tuple[int | str, int | str], float]:
-        """Return the sum of the computation on each stream, by device and stream.
+        """Return {(device, stream): summed time of the computation}, and count overlaps.
 
         Args:
-            computes: Whether the work of each name is computation.
-            order_of: Returns what counts the overlaps on a track, or None to count none.
+            computes: For each name, True if the work is computation.
+            order_of: Returns the `Stream` that counts the overlaps on a track. None to count no overlaps.
         """
         sums: dict[tuple[int | str, int | str], float] = defaultdict(float)
         for starts_us, durs, tracks, names in self.rows.chunks():
@@ -165,7 +166,7 @@ class DeviceWork:
         return sums
 
     def everything(self) -> Rows:
-        """Return all rows, those beyond the times that are read too."""
+        """Return all rows, including the work outside of the times that are read."""
         rows = Rows()
         for part in (self.rows, self.beyond):
             rows.extend(*part.columns())

@@ -1,7 +1,7 @@
-"""Doubts about what a profiler recorded, each with its number of events.
+"""Doubts about a trace: signs that the profiler lost events or recorded wrong times.
 
-A launch has a kernel, which begins after it, and a stream runs its kernels one after another. A trace in
-which that does not hold lost events, or has wrong times: its busy times and idle times are not to be trusted.
+Every launch has a kernel that begins after the launch, and a stream runs its kernels one after another. If a
+trace contradicts this, its busy times and idle times cannot be trusted.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ LOST = "launches without a kernel: the profiler lost device work, so that busy t
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
 OVERRUN = "kernels that last on while their stream runs the next ones: durations are wrong"
 UNSYNCED = "kernels that run on while a wait for their stream begins: the device's clock is wrong"
-"""`torch.profiler._trace_validator` has this rule too, and that of `EARLY`."""
+"""`torch.profiler._trace_validator` checks this too, and `EARLY`."""
 UNRECORDED = "waits for a CUDA event whose record is not known, or is later than the wait"
 NO_SIZES = "collectives without their group, type or size: bandwidths lack them"
 SHARED_NUMBER = "numbers of the forward pass that several operators of the backward pass share"
 LINKS = frozenset({UNRECORDED, NO_SIZES, SHARED_NUMBER})
-"""The validator's other rules. They find wrong links between events, on which no time depends."""
+"""The other checks of torch's validator. They find wrong links between events, which change no time."""
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
 NEVER = float("inf")
-"""Start that is given for an id without one."""
+"""Start of an id that has no start."""
 _FEW = 10
-"""Largest number of missing events that the edges of a recording explain."""
+"""Largest number of events that may be missing at the edges of a recording without a doubt."""
 _SHARE = 20
-"""More than one bad event in this many is a doubt. Fewer kernels may be lost because they ran after the
-recording ended."""
+"""A doubt needs more than one bad event in this many. Fewer kernels may be missing because they ran after the
+recording had ended."""
 _EARLY_US = 10.0
 _OVERLAP = 10
-"""A stream is doubted if more than one part in this many of its time has two kernels at once. A kernel may
-begin a little early, at the end of the one before."""
+"""A stream is doubted if kernels overlap for more than this fraction (one in `_OVERLAP`) of its busy time. A
+kernel may begin a little before the previous kernel has ended."""
 
 
 _RECORD = re.compile(r"cudaEventRecord(WithFlags)?(_ptsz)?")
 
 
 class Starts:
-    """The earliest start of each id, in 8 bytes an id, because ids are nearly consecutive."""
+    """The earliest start of each id. An id takes 8 bytes, because ids are nearly consecutive."""
 
     def __init__(self) -> None:
         self._pages: dict[int, array[float]] = {}
@@ -85,7 +85,7 @@ class Starts:
         return numbers, starts
 
     def of(self, numbers: Iterable[int]) -> array[float]:
-        """Return the start of each id in turn, or infinity for an unknown one."""
+        """Return the start of each id, or infinity for an unknown id, in the order of `numbers`."""
         found, first, page = array("d"), -2 * _PAGE, array("d")
         nothing = array("d", [NEVER]) * _PAGE
         append = found.append
@@ -105,8 +105,8 @@ class Starts:
 
 
 class Stream:
-    """Overlaps of the kernels of one stream. Kernels are added in runs, each in the order of starts, because
-    CUPTI's buffers come in any order.
+    """Overlaps of the kernels of one stream. Kernels may be added in several ascending runs, because CUPTI's
+    buffers come in any order.
     """
 
     __slots__ = ("begun", "busy_us", "end_us", "last_us", "overlap_us", "overruns")
@@ -115,7 +115,7 @@ class Stream:
         self.busy_us = self.overlap_us = 0.0
         self.end_us = self.last_us = -NEVER
         self.begun = 0
-        """Number of kernels that began while the kernel with the latest end ran."""
+        """Number of kernels that have begun during the kernel with the latest end."""
         self.overruns = 0
 
     def extend(self, starts_us: Iterable[float], durs_us: Iterable[float]) -> None:
@@ -135,20 +135,21 @@ class Stream:
 
 
 class Links:
-    """Links between events by the numbers in them, checked as torch's validator does.
+    """Links between events by numbers, checked as torch's validator checks them.
 
-    Sequence numbers are counted in each thread of the forward pass separately, which the validator ignores.
+    Each thread of the forward pass has its own sequence numbers. The validator ignores this, and this class
+    does not.
     """
 
     def __init__(self) -> None:
         self._recorded = Starts()
         self._waits = array("d")
-        """Time in us of each wait and correlation of the record that it waits for (-1 if not stated), in
-        turn."""
+        """For each wait, two numbers: its time in us, and the correlation of the record that it waits for (-1
+        if not stated)."""
         self._calls = self._without = 0
         self._names: dict[str, int] = {}
         self._backward: dict[int, Starts] = defaultdict(Starts)
-        """{thread of the forward pass: {sequence number: number of a name, or -1 for several names}}"""
+        """{thread of the forward pass: {sequence number: number of a name, or -1 for several names}}."""
         self._shared = 0
 
     def called(self, names: Sequence[str], starts_us: Sequence[float], correlations: Sequence[int]) -> None:
@@ -156,7 +157,7 @@ class Links:
         _add_some(self._recorded, _is_record, names, starts_us, correlations)
 
     def wait(self, start_us: float, record: int | None) -> None:
-        """Add a wait for a CUDA event that was recorded by the call with this correlation."""
+        """Add a wait for a CUDA event. `record` is the correlation of the call that recorded the event."""
         self._waits.extend((start_us, -1 if record is None else record))
 
     def collective(self, *, complete: bool) -> None:
@@ -165,8 +166,8 @@ class Links:
         self._without += not complete
 
     def backward(self, names: Sequence[str], threads: Sequence[int], sequences: Sequence[int]) -> None:
-        """Add operators of the backward pass with the threads and the sequence numbers of their forward
-        operators; a number is -1 if it is not stated.
+        """Add operators of the backward pass, with the threads and sequence numbers of their forward
+        operators. A number that is not stated is -1.
         """
         numbers = {name: self._names.setdefault(name, len(self._names)) for name in set(names)}
         for name, thread, sequence in zip(names, threads, sequences, strict=True):
@@ -179,8 +180,8 @@ class Links:
                 of_thread.add(sequence, own if known is None else -1)
 
     def doubts(self) -> Iterator[tuple[str, int]]:
-        """Yield each doubt with its number of events. Two things are no doubt: a few records that are missing
-        at a recording's edges, and that torch before 2.2 states no sizes.
+        """Yield each doubt with its number of events. It is no doubt if a few records are missing at the
+        edges of a recording, or if no collective states its sizes (torch before 2.2).
         """
         unrecorded = 0
         for at in range(0, len(self._waits), 2):
@@ -201,7 +202,7 @@ def _add_some(
     starts_us: Sequence[float],
     correlations: Sequence[int],
 ) -> None:
-    """Add the starts of the calls whose names are of one kind."""
+    """Add the starts of the calls whose names `kind` accepts to `to`."""
     different = set(names)
     own = set(filter(kind, different))
     if len(own) == len(different):
@@ -227,18 +228,18 @@ def _is_record(call: str) -> bool:
 
 
 class Launches:
-    """The launches of a trace, and the work of devices for them."""
+    """The launches of a trace, and the work of devices that was launched."""
 
     def __init__(self) -> None:
         self._called, self._ran = Starts(), Starts()
         self._streams: dict[tuple[int | str, int | str], Stream] = defaultdict(Stream)
 
     def called(self, names: Sequence[str], starts_us: Sequence[float], correlations: Sequence[int]) -> None:
-        """Add calls into CUDA or HIP, with their correlations, or -1 if they have none."""
+        """Add calls into CUDA or HIP. A call without a correlation has -1."""
         _add_some(self._called, _is_launch, names, starts_us, correlations)
 
     def ran(self, correlations: Sequence[int], starts_us: Sequence[float]) -> None:
-        """Add the starts of work on devices, by correlation."""
+        """Add the starts of work on devices, with the correlations of its launches."""
         self._ran.extend(correlations, starts_us)
 
     def stream(self, stream: tuple[int | str, int | str]) -> Stream:

@@ -1,7 +1,8 @@
 """Names of events in a trace: the work that a kernel does, and an engine's annotations.
 
-The patterns of vLLM and SGLang stand here because a report is often made where no adapter is installed. Other
-packages add theirs through the entry points `stepscope.iterations`, which are asked first.
+The patterns for vLLM and SGLang are here and not in the adapters, because a report is often made where no
+adapter is installed. Other packages add patterns by the entry points `stepscope.iterations`, which are tried
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from stepscope_report.timeline.activity.content import Iteration, Requests, Work
 
 log = logging.getLogger("stepscope")
 IterationName: TypeAlias = Callable[[str], Requests | None]
-"""Reads an annotation's name: the requests of an engine iteration, or None for any other event."""
+"""Function that returns the requests of an engine iteration from an annotation's name, or None for another
+event."""
 GROUP = "stepscope.iterations"
 
 _COMMUNICATION = re.compile(
@@ -27,16 +29,17 @@ _COMMUNICATION = re.compile(
     r"|cross_device_reduce|multimem_|nvshmem|quickreduce|deep_ep::int(er|ra)node|(one|two)_shot_)",
     re.IGNORECASE,
 )
-"""Names of communication: NCCL, RCCL, MSCCL, HCCL; kernels of vLLM, SGLang, flashinfer, DeepEP and torch's
-symmetric memory."""
+"""Names of kernels that communicate: of NCCL, RCCL, MSCCL, HCCL, vLLM, SGLang, flashinfer, DeepEP and
+torch's symmetric memory."""
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
-"""`execute_context_2(512)_generation_6(6)`. With `detailed_trace_annotation` the brackets hold more."""
+"""Name such as `execute_context_2(512)_generation_6(6)`. With `detailed_trace_annotation`, the parentheses
+contain more."""
 _SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
 _DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})
 _PREFILLS = frozenset({"EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"})
-"""Forward modes of SGLang. Passes of a draft model (`DRAFT`) generate nothing by themselves."""
+"""Forward modes of SGLang. `DRAFT` is left out, because a pass of the draft model gives no tokens."""
 _OF_TORCH = re.compile(
     r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach_?|record_param_comms"
 )
@@ -44,9 +47,9 @@ _OF_TORCH = re.compile(
 
 
 def work_of(cat: str, name: str) -> Work:
-    """Return the work of a device event: by category for copies and fills, else by name.
+    """Return the kind of work of a device event: by category for copies and fills, else by name.
 
-    Source of the names: NCCL, RCCL, HCCL, the all-reduce kernels of vLLM and SGLang, and the kernel types of
+    The names come from NCCL, RCCL, HCCL, the all-reduce kernels of vLLM and SGLang, and the kernel types of
     HolisticTraceAnalysis.
     """
     if cat == "communication" or _COMMUNICATION.match(name) or _is_named(name):
@@ -57,7 +60,7 @@ def work_of(cat: str, name: str) -> Work:
 
 
 def named_collectives() -> str:
-    """Return the patterns of further collectives, from the variable `STEPSCOPE_COLLECTIVES`."""
+    """Return the user's patterns of collectives, from the variable `STEPSCOPE_COLLECTIVES`."""
     return os.environ.get("STEPSCOPE_COLLECTIVES", "")
 
 
@@ -79,8 +82,8 @@ def _pattern(patterns: str) -> re.Pattern[str]:
 def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Iteration | None:
     """Return the engine iteration that an annotation marks.
 
-    None for other names, and for passes without a request: engines run these after the last one, or to keep
-    step with others.
+    Return None for other names, and for passes without a request. An engine runs such passes after its last
+    request, or to keep up with other data-parallel engines.
     """
     requests = requests_of(name)
     if requests is None:
@@ -92,7 +95,7 @@ def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Itera
 
 @lru_cache(1 << 12)
 def requests_of(name: str) -> Requests | None:
-    """Return the requests that the installed packages, or else the patterns here, read from a name."""
+    """Return the requests in a name, by the functions of installed packages, else by the patterns here."""
     for read in (*_installed(), _of_vllm, _of_sglang):
         try:
             requests = read(name)
@@ -141,12 +144,12 @@ def _of_sglang(name: str) -> Requests | None:
 
 
 def is_range(name: str) -> bool:
-    """Return whether an event that a trace calls an operator is a range of the program: ranges of
-    `_RecordFunctionFast`, and all ranges before torch 1.12, are written like operators.
+    """Return whether an event of an operator's category is a range of the program. torch writes ranges of
+    `_RecordFunctionFast`, and before 1.12 all ranges, like operators.
     """
     return "::" not in name and _OF_TORCH.fullmatch(name) is None
 
 
 def is_collective(name: str) -> bool:
-    """Return whether an annotation is a collective on the CPU: `gloo:all_reduce`, start to end."""
+    """Return whether an annotation is a collective on the CPU, such as `gloo:all_reduce`."""
     return _COLLECTIVE.match(name) is not None

@@ -1,7 +1,7 @@
 """Floating-point operations of a torch trace: matrix products and attention, from the shapes of their inputs.
 
-torch writes shapes into a trace (with `record_shapes` or `with_flops`), but never the FLOPs that it counts
-itself. Formulas: those of `torch.utils.flop_counter`. A multiplication and an addition are two operations.
+torch writes shapes into a trace (with `record_shapes` or `with_flops`), but never its own FLOP counts. The
+formulas are those of `torch.utils.flop_counter`. A multiplication and an addition count as two operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 SHAPES = b'"Input Dims"'
-"""The field of an operator's arguments, in a file that has shapes."""
+"""Name of the argument with an operator's shapes, as it is written in a trace."""
 
 _Shapes: TypeAlias = list[list[int]]
 _decode = msgspec.json.Decoder(list[object]).decode
@@ -29,13 +29,13 @@ def _product(shapes: _Shapes) -> int:
 
 
 def _attention(shapes: _Shapes) -> int:
-    """Return the FLOPs of attention: two products. A causal mask saves none of them, by convention."""
+    """Return the FLOPs of attention, which has two products. By convention, a causal mask saves no FLOPs."""
     query, key, value = shapes
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _attention_backward(shapes: _Shapes) -> int:
-    """Return the FLOPs of the gradient of attention: five products, of which one recomputes the scores."""
+    """Return the FLOPs of the gradient of attention: five products, one of which recomputes the scores."""
     _, query, key, value = shapes
     return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
@@ -50,14 +50,15 @@ _FORMULAS: Mapping[str, tuple[slice, Callable[[_Shapes], int]]] = {
     **{f"aten::_scaled_dot_product_{kind}": (slice(0, 3), _attention) for kind in _FLASH},
     **{f"aten::_scaled_dot_product_{kind}_backward": (slice(0, 4), _attention_backward) for kind in _FLASH},
 }
-"""{operator: (indices of the inputs that count, formula)}. None of these operators runs below another one."""
+"""{operator: (indices of the formula's inputs, formula)}. No operator in this table calls another operator in
+it, so nothing is counted twice."""
 
 
 class Flops(msgspec.Struct, frozen=True):
-    """FLOPs of the operators in a trace, by their starts."""
+    """FLOPs of the operators in a trace, in order of the operators' starts."""
 
     pairs: bytes = b""
-    """Start in us and FLOPs of each operator, as doubles, in order of the starts."""
+    """Start in us and FLOPs of each operator, packed as doubles."""
 
     @property
     def counts(self) -> Sequence[float]:
@@ -71,25 +72,27 @@ class Flops(msgspec.Struct, frozen=True):
 
 
 class FlopCounter:
-    """Collector of the FLOPs of operators in any order."""
+    """Collector of the FLOPs of operators, which may come in any order."""
 
     def __init__(self) -> None:
         self._starts_us, self._counts = array("d"), array("d")
 
     def add(self, name: str, start_us: float, dims: bytes) -> None:
-        """Count an operator if there is a formula for it that accepts its shapes."""
+        """Count an operator if it has a formula, and the formula accepts its shapes."""
         inputs, formula = _FORMULAS.get(name, (None, None))
         if inputs is None or formula is None:
             return
         try:
             shapes = msgspec.convert(_decode(dims)[inputs], _Shapes)
             count = formula(shapes)
-        except (msgspec.MsgspecError, ValueError, IndexError):  # an operator of that name with other inputs
+        except (msgspec.MsgspecError, ValueError, IndexError):  # an operator of this name with other inputs
             return
         self._starts_us.append(start_us)
         self._counts.append(float(count))
 
     def in_order(self) -> Flops:
-        """Return the counted operators in order of their starts; in a file, threads are mixed."""
+        """Return the counted operators in order of their starts. In a file they are not in order, because
+        threads are mixed.
+        """
         pairs = sorted(zip(self._starts_us, self._counts, strict=True))
         return Flops(array("d", chain.from_iterable(pairs)).tobytes())

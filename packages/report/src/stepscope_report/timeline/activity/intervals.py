@@ -1,4 +1,4 @@
-"""Times of a trace in compact arrays: intervals that are merged until none overlap, and slices that nest."""
+"""Times of a trace in compact arrays: intervals, which are merged if they overlap, and slices, which nest."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Slice: TypeAlias = tuple[float, float, int]
 
 
 class Stretches:
-    """Ascending intervals that do not touch, in 16 bytes each."""
+    """Ascending intervals that do not touch each other. An interval takes 16 bytes."""
 
     __slots__ = ("_flat",)
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
-        """Args: ascending: Intervals in the order of their starts. Those that touch become one."""
+        """Args: ascending: Intervals in order of their starts. Intervals that touch are joined."""
         self._flat = flat_union(ascending)
 
     def __bool__(self) -> bool:
@@ -36,12 +36,12 @@ class Stretches:
 
     @property
     def first(self) -> float:
-        """Return the earliest start. There must be an interval."""
+        """Return the earliest start. There must be at least one interval."""
         return self._flat[0]
 
     @property
     def last(self) -> float:
-        """Return the latest end. There must be an interval."""
+        """Return the latest end. There must be at least one interval."""
         return self._flat[-1]
 
     @property
@@ -63,15 +63,15 @@ class Stretches:
 
     @classmethod
     def joined(cls, parts: Iterable[Stretches]) -> Stretches:
-        """Return the intervals of all parts, joined where they touch."""
+        """Return the intervals of all parts. Intervals that touch are joined."""
         whole = cls()
         for part in sorted(filter(None, parts), key=lambda part: part.first):
             whole.take(part._flat)
         return whole
 
     def take(self, chunk: array[float]) -> None:
-        """Add ascending intervals, given as alternating starts and ends. None may start before the first
-        stored one.
+        """Add ascending intervals, given as alternating starts and ends. No added interval may start before
+        the first stored interval.
         """
         flat = self._flat
         if flat and chunk[0] <= flat[-1]:
@@ -83,9 +83,7 @@ class Stretches:
 
 
 class Cover:
-    """Collector of intervals, in 16 bytes each. An interval that touches the latest one takes no further
-    memory.
-    """
+    """Collector of intervals. An interval takes 16 bytes, or none if it touches the previous interval."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
@@ -131,7 +129,11 @@ class Cover:
 
 
 def flat_union(ascending: Iterable[Pair]) -> array[float]:
-    """Return intervals in the order of their starts, joined where they touch, as starts and ends in turn."""
+    """Join intervals that touch, and return the results as alternating starts and ends.
+
+    Args:
+        ascending: Intervals in order of their starts.
+    """
     flat, rest = array("d"), iter(ascending)
     append = flat.append
     first = next(rest, None)
@@ -155,8 +157,8 @@ def length(pairs: Iterable[Pair]) -> float:
 
 
 def packed(typecode: str, values: Sequence[float]) -> bytes:
-    """Return the bytes of numbers in an array, in a third of the time that an array needs to take them one by
-    one.
+    """Return the bytes that an array of these numbers has. Three times as fast as to add each number to an
+    array.
     """
     return struct.pack(f"{len(values)}{typecode}", *values)
 
@@ -168,7 +170,7 @@ def unpacked(flat: Iterable[float]) -> Iterator[Pair]:
 
 
 class Names:
-    """Assigns numbers to names, in the order in which the names come."""
+    """Numbers for names, in the order in which the names come."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -186,7 +188,7 @@ class Names:
 
 
 class Slices:
-    """Slices of one thread, in 20 bytes each."""
+    """Slices (name, start, duration) of one thread. A slice takes 20 bytes."""
 
     __slots__ = ("_durs", "_names", "_sorted", "_starts")
 
@@ -210,18 +212,20 @@ class Slices:
         return len(self._starts)
 
     def __iter__(self) -> Iterator[_Slice]:
-        """Yield the slices by start. Of two with the same start, the longer one comes first."""
+        """Yield the slices in order of their starts. If two slices have the same start, the longer comes
+        first.
+        """
         self._sort()
         return zip(self._starts, map(add, self._starts, self._durs), self._names, strict=True)
 
     def pairs(self) -> Iterator[Pair]:
-        """Yield the times of the slices by start."""
+        """Yield (start, end) of the slices in order of their starts."""
         self._sort()
         return zip(self._starts, map(add, self._starts, self._durs), strict=True)
 
     def as_added(self) -> Iterator[_Slice]:
-        """Yield the start, the duration and the name of slices by start; in the order in which they were
-        added if no start is before the last one.
+        """Yield (start, duration, name) of the slices in order of their starts. If slices were added in that
+        order, slices with the same start keep the order in which they were added.
         """
         if not all(map(le, self._starts, islice(self._starts, 1, None))):
             self._sort()
@@ -237,9 +241,12 @@ class Slices:
         self._sorted = True
 
     def open_at(self, points: Iterable[float]) -> Iterator[list[tuple[float, int]]]:
-        """Yield what is open at each of the ascending points: (end, name), the innermost one last.
+        """Yield a list of (end, name) for each point: the slices that are open then, the innermost last.
 
-        The yielded list is changed for the next point.
+        The same list is changed and yielded for each point.
+
+        Args:
+            points: Times in ascending order.
         """
         still: list[tuple[float, int]] = []
         rest = iter(self)
@@ -257,20 +264,26 @@ class Slices:
 
 
 class Covered:
-    """Stretches of time that tell how much of an interval they cover, in 24 bytes each."""
+    """Intervals, with a method that computes how much of another interval they cover. An interval takes 24
+    bytes.
+    """
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
         flat = flat_union(ascending)
         self._starts, self._ends = flat[::2], array("d", [-inf])
-        """The start of each stretch and infinity; before the end of each stretch, minus infinity."""
+        """`_starts` has the start of each interval, then infinity. `_ends` has minus infinity, then the end
+        of each interval."""
         self._ends.extend(flat[1::2])
         self._before = array("d", [0.0])
-        """Covered time before each stretch. The last value is the whole covered time."""
+        """Covered time before each interval. The last value is the whole covered time."""
         self._before.extend(accumulate(map(sub, flat[1::2], self._starts)))
         self._starts.append(inf)
 
     def within(self, begins: Iterable[float], untils: Iterable[float]) -> Iterator[float]:
-        """Yield how much of each of some intervals is covered. Most come in order of time."""
+        """Yield the covered time in each interval from `begins` to `untils`.
+
+        The intervals may come in any order, but this is fast only if most come in order of time.
+        """
         starts, ends, before = self._starts, self._ends, self._before
         at, first, following = 0, -inf, starts[0]
         covered, last = before[0], ends[0]

@@ -1,4 +1,4 @@
-"""Operators of one thread as they nest, by name and shapes, and ranges of the user among them."""
+"""Nesting of operators and of the user's ranges on each thread, with totals by name and shapes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from stepscope_report.timeline.activity.event_names import is_range
 from stepscope_report.timeline.activity.intervals import Covered, Pair, Slices, Stretches
 
 KEPT = 4096
-"""Largest number of operators with different shapes that are kept of one trace. Further shapes are counted
-together, and so are further marks."""
+"""Number of operators and ranges of one trace from which on new shapes are counted together, and new ranges
+too."""
 OTHERS, OTHER_MARKS = "other shapes", "other marks"
 NONE = b"[]"
 """Shapes of an operator without inputs."""
 _TEXT = 160
-"""Number of characters of shapes that are kept: an operator on a list of tensors has thousands."""
+"""Largest number of characters of shapes that are kept. An operator on a list of tensors has thousands."""
 _SEPARATOR = "\0"
 _MARK = "\1"
 BESIDE = 0.002
-"""Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
+"""Largest overlap in us of two operators that ran one after the other. `ts` and `dur` are both rounded."""
 _NO_THREAD = -1
 _STEP = re.compile(r"ProfilerStep#\d+")
-"""Names of the steps of torch's profiler, which count under one name, as in torch's own tables."""
+"""Names of the steps of torch's profiler, which are counted under one name, as in torch's own tables."""
 _SEQ, _OP_ID = ", seq = ", ", op_id = "
 """Text after the name of an operator in a range of `torch.autograd.profiler.emit_nvtx`."""
 
@@ -34,8 +34,9 @@ def operator_key(name: str, dims: bytes, known: Container[str], number: int) -> 
     """Return the key of an operator with inputs of these shapes.
 
     Args:
-        dims: The shapes as the trace has them, in JSON.
-        known: The keys so far; `number` is how many there are.
+        dims: The shapes as JSON, as in the trace.
+        known: The keys so far.
+        number: Number of the keys so far.
     """
     shapes = bytes(dims)
     if shapes == NONE:
@@ -46,7 +47,9 @@ def operator_key(name: str, dims: bytes, known: Container[str], number: int) -> 
 
 
 def mark_name(name: str) -> str | None:
-    """Return the name under which a range of the user is counted, or None for an operator of `emit_nvtx`."""
+    """Return the name under which a range of the user is counted, or None for an operator from
+    `emit_nvtx`.
+    """
     operator = _operator_of(name)
     return _STEP.sub("ProfilerStep*", name) if operator is None else None
 
@@ -58,11 +61,12 @@ def _operator_of(name: str) -> str | None:
 
 
 def mark_key(name: str, known: Container[str], number: int) -> str:
-    """Return the key of a range of the user, which differs from that of an operator with the same name. A
-    range of `emit_nvtx` has the key of its operator.
+    """Return the key of a range of the user, which differs from the key of an operator with the same name. A
+    range from `emit_nvtx` has the key of its operator.
 
     Args:
-        known: The keys so far; `number` is how many there are.
+        known: The keys so far.
+        number: Number of the keys so far.
     """
     named = mark_name(name)
     if named is None:
@@ -72,17 +76,17 @@ def mark_key(name: str, known: Container[str], number: int) -> str:
 
 
 def new_operator(key: str) -> Operator:
-    """Return the operator, or the mark, that a key stands for."""
+    """Return an empty total for the operator or range with a key."""
     name, _, shapes = key.removeprefix(_MARK).partition(_SEPARATOR)
     return Operator(name, shapes, outer=key.startswith(_MARK) or is_range(name))
 
 
 class Nested:
-    """Operators of a trace and ranges of the user among them, by thread, in 20 bytes each."""
+    """Operators and ranges of the user by thread. An operator or a range takes 20 bytes."""
 
     def __init__(self) -> None:
         self.keys: dict[str, int] = {}
-        """{`operator_key` or `mark_key`: its number}."""
+        """{`operator_key` or `mark_key`: index in `operators`}."""
         self.operators: list[Operator] = []
         self.threads: dict[int, Slices] = defaultdict(Slices)
         self.beyond: dict[int, Slices] = defaultdict(Slices)
@@ -90,7 +94,7 @@ class Nested:
         self.ran = Stretches()
         """Times in which any thread ran operators, after `nest`."""
         self.main = _NO_THREAD
-        """The thread with most operators, after `nest`; -1 if there is none."""
+        """The thread with the most operators, or -1 without operators. Set by `nest`."""
 
     def number(self, key: str) -> int:
         number = self.keys.get(key)
@@ -106,20 +110,20 @@ class Nested:
         return number
 
     def outermost(self, around: Iterable[tuple[float, int]]) -> str:
-        """Return the outermost operator of torch that is open, `aten::item`, not what it calls. Empty if
-        only ranges are open.
+        """Return the name of the outermost open operator of torch, such as `aten::item`; empty if only ranges
+        are open.
         """
         open_ones = [self.operators[number] for _, number in around]
         names = [operator.name for operator in open_ones if not operator.outer]
         return next((name for name in names if "::" in name), names[-1] if names else "")
 
     def times_of(self, numbers: Container[int]) -> Iterator[Pair]:
-        """Yield the starts and ends of some operators, thread by thread."""
+        """Yield the starts and ends of the operators with these numbers, thread by thread."""
         for slices in self.threads.values():
             yield from ((start, end) for start, end, number in slices if number in numbers)
 
     def covered(self) -> Iterator[Covered]:
-        """Yield the times in which each thread ran operators, at most once for each instant."""
+        """Yield, for each thread, the times in which the thread ran operators."""
         inner = {number for number, operator in enumerate(self.operators) if not operator.outer}
         has_ranges = len(inner) < len(self.operators)
         for thread in {**self.threads, **self.beyond}:

@@ -1,9 +1,9 @@
-"""Ranges that a program names in its trace: its steps, and labels as a tree, each with what ran in it.
+"""Ranges that a program names in its trace: steps, and a tree of labels, with the work that ran in each.
 
-Steps are the ranges that the user named; else `ProfilerStep#N`, which torch's profiler writes; else the times
-between the ends of the optimizer's steps. Labels are the ranges of `record_function` and NVTX, torch's own
-steps, and modules. A kernel belongs to the label in which it was launched. A launch on a thread without
-labels, as that of torch's backward, belongs to the label that was open on the thread with most of them.
+Steps are the ranges that the user chose by name; else `ProfilerStep#N`, which torch's profiler writes; else
+the times between the ends of the optimizer's steps. Labels are ranges of `record_function` and NVTX, torch's
+own steps, and modules. A kernel belongs to the label in which it was launched. If the launching thread has no
+label, as in torch's backward pass, the label that was open on the thread with the most labels counts.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from stepscope_report.timeline.activity.intervals import (
 )
 
 _KEPT = 256
-"""Number of labels of a trace that are kept, those with the most time."""
+"""Largest number of labels of a trace in the result. The labels with the most time are kept."""
 _MOST_LABELS = 4096
-"""Largest number of labels that are told apart by path. Any further label counts as part of the label around
-it."""
+"""Largest number of labels with different paths. A further label counts as part of the label around it."""
 MODULE = "nn.Module: "
-"""Beginning of the names that torch gives modules where it records stacks."""
+"""Prefix of the names that torch gives modules if it records stacks."""
 _ROOT = 0
 _STEP = re.compile(r"ProfilerStep#(\d{1,9})")
 _FORWARD = re.compile(r"(?!.*backward).*forward", re.IGNORECASE)
 _BACKWARD = re.compile(r"(?!.*forward).*backward", re.IGNORECASE)
 BACKWARD = "autograd::engine::evaluate_function"
-"""Beginning of the names of operators that torch's backward runs."""
+"""Prefix of the names of the operators of torch's backward pass."""
 _LOADING, _OPTIMIZER = "enumerate(DataLoader)#", "Optimizer.step#"
 _MOST_RANGES = 1 << 16
 """Largest number of ranges of each kind that are kept of a trace."""
@@ -72,7 +71,7 @@ class Labels:
         self._ranges[thread].add(start, dur, self._names.number(name))
 
     def finish(self, host: Host, gaps: Gaps) -> list[LabelTime]:
-        """Return the labels by path, the longest first within each."""
+        """Return the labels by path. Below each label, the longest label comes first."""
         if not self._ranges:
             return []
         busy = Covered(merge(*(zip(d.starts, d.ends, strict=True) for d in host.devices.values())))
@@ -98,7 +97,7 @@ class Labels:
         return _rows(nodes, has_device=bool(host.devices), launched=host.knows_launches)
 
     def _nest(self, nodes: list[_Node], busy: Covered) -> dict[int, Slices]:
-        """Fill the tree, and return the ranges with the numbers of their nodes as names."""
+        """Add the ranges to the tree `nodes`. Return {thread: ranges, with the index of the node as name}."""
         numbers: dict[tuple[int, int], int] = {}
         nested: dict[int, Slices] = {}
         for thread, ranges in self._ranges.items():
@@ -127,7 +126,7 @@ class Labels:
     def _kernels(
         host: Host, nested: dict[int, Slices], main: int
     ) -> Iterator[tuple[int, float, float, bool]]:
-        """Yield (node, start, end, whether it communicates) of each kernel whose launch is known."""
+        """Yield (node, start, end, True if it communicates) for each kernel whose launch is known."""
         by_thread: dict[int, list[tuple[float, float, float, bool]]] = defaultdict(list)
         for device in host.devices.values():
             launched, threads = host.launches_of(device.correlations)
@@ -185,7 +184,7 @@ def _rows(nodes: list[_Node], *, has_device: bool, launched: bool) -> list[Label
 
 
 def _with_below(nodes: list[_Node], which: str) -> array[float]:
-    """Return the covered time of each label with all labels below it."""
+    """Return the time that the kernels of each label, and of all labels below it, cover."""
     lengths = array("d", bytes(8 * len(nodes)))
     below: dict[int, list[Stretches]] = defaultdict(list)
     for number in range(len(nodes) - 1, 0, -1):
@@ -199,20 +198,20 @@ def _with_below(nodes: list[_Node], which: str) -> array[float]:
 
 
 class ProfilerSteps:
-    """The steps of one trace, and the ranges of torch in them."""
+    """The steps of one trace, and the times of known ranges, such as the optimizer's, within the steps."""
 
     def __init__(self, mark: str | None = None) -> None:
         """Args: mark: Name of the ranges that are steps, with `*` and `?` for any characters, or None."""
         self._mark = mark
         self._ends: dict[str, list[Pair]] = defaultdict(list)
-        """{name of an optimizer's step: its calls}."""
+        """{name of the range of an optimizer's step: times of its calls}."""
         self._forward, self._backward, self._h2d = Cover(), Cover(), Cover()
         self._steps: list[tuple[int, Pair]] = []
         self._loading: list[Pair] = []
         self._optimizer: list[Pair] = []
 
     def add(self, name: str, start_us: float, dur_us: float) -> None:
-        """Add a range of the user. Its name decides whether it counts, and as what."""
+        """Add a range of the user. Ranges whose names are not known here are ignored."""
         step, pair = _STEP.fullmatch(name), (start_us, start_us + dur_us)
         if self._mark is not None and fnmatchcase(name, self._mark) and len(self._steps) < _MOST_RANGES:
             self._steps.append((-1, pair))
@@ -233,8 +232,8 @@ class ProfilerSteps:
         self._h2d.add(start_us, start_us + dur_us)
 
     def _numbered(self) -> list[tuple[int, Pair]]:
-        """Return (number, times) of the steps. Steps without numbers count from 0; those between an
-        optimizer's calls, from 1.
+        """Return (number, times) of the steps. Steps that the user chose are numbered from 0, steps between
+        an optimizer's calls from 1.
         """
         if self._steps:
             ordered = sorted(self._steps, key=lambda step: step[1])

@@ -1,8 +1,8 @@
-"""Operators and kernels of traces of the whole step, by the stage in which they began.
+"""Split of traces of the whole step by the stage in which their operators and kernels began.
 
-A stage is the phase of an engine's iteration, or else the open span of the process that began last. Spans
-that only wait do not count. A kernel belongs to the stage in which it began on the device, which may be after
-its call.
+The stage at a moment is the phase of an engine's iteration, or else the process' latest open span that does
+not only wait. A kernel belongs to the stage in which it began on the device, which may be later than the
+stage of its launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace
 
 
 class _Stretch(NamedTuple):
-    """A stretch of one stage, in us of the trace."""
+    """A time in which one stage ran, in us of the trace."""
 
     start_us: float
     end_us: float
@@ -34,7 +34,7 @@ class _Stretch(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """One span or iteration. Others may run at the same time."""
+    """One span or iteration, which others may overlap."""
 
     start_us: float
     end_us: float
@@ -43,9 +43,10 @@ class _Stage(NamedTuple):
 
 
 def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivity]) -> list[TraceActivity]:
-    """Return the activities with those of the whole step split by stage: their traces are read again.
+    """Split the activities of the whole step by stage, and return them with the other activities.
 
-    Events that began in no stage get `stage=None`. Traces that are unaligned, or not of torch, are not split.
+    To split an activity, its trace is read again. Events that began in no stage get `stage=None`. Traces that
+    are unaligned, or not of torch, are not split.
 
     Args:
         folder: The step's folder.
@@ -59,7 +60,7 @@ def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivit
         own = [] if activity.process is None else spans[activity.process]
         stretches = list(_stretches(activity, own)) if _can_be_split(activity) else []
         parts = _read(folder / activity.file, stretches) if stretches else {}
-        if sum(map(_calls, parts.values())) != _calls(activity.content):  # another reader reads the file
+        if sum(map(_calls, parts.values())) != _calls(activity.content):  # another reader has read the file
             parts = {}
         for label, content in parts.items():
             role, stage = (activity.info.role, None) if label is None else label
@@ -100,13 +101,13 @@ def _phase(iteration: Iteration) -> str:
 
 
 def _innermost(stages: Sequence[_Stage]) -> Iterator[_Stretch]:
-    """Yield disjoint stretches in order; an instant belongs to the iteration, else to the stage that began
-    last.
+    """Yield disjoint stretches in order. An instant belongs to the open iteration, else to the open stage
+    that began last.
 
-    A request may arrive, and its span begin, in the middle of an iteration.
+    Iterations take precedence, because a request's span may begin in the middle of an iteration.
 
     Args:
-        stages: Ordered by their starts.
+        stages: Stages in order of their starts.
     """
     still: list[tuple[bool, float, float, Label]] = []
     begun = 0

@@ -1,4 +1,4 @@
-"""Contents of a step's traces and recordings, each placed on the clock of the capture's owner."""
+"""Contents of a step's traces and recordings, placed on the clock of the capture's owner."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of, of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
 
 _BATCH = 2000
-"""Number of events of a recording that are counted together."""
+"""Number of a recording's events that are passed on together."""
 _LARGEST_SUMMARY = 64 << 20
-"""Largest number of bytes of a summary of CUDA's memory that are read. It usually has a few hundred kB."""
+"""Largest size in bytes of a summary of CUDA's memory that is read. Summaries usually have some 100 kB."""
 
 
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of the step, with what another process needs to read it."""
+    """A file of the step, with everything that another process needs to read the file."""
 
     path: Path
     name: str
@@ -81,12 +81,12 @@ def read_all(
     step_mark: str | None = None,
     within: Mapping[Path, Pair] = {},
 ) -> list[list[ProcessContent]]:
-    """Return what each file holds of each of its processes, in the order of `traces`.
+    """Return the content of each file, by process, in the order of `traces`.
 
     Args:
-        digests: Holds the content of traces that were read before; the content of the others is added.
+        digests: Cache of the content of traces that were read before. Content of other traces is added to it.
         step_mark: The same as in `read_trace`.
-        within: {file: the times between which it is read, as in `read_trace`}.
+        within: {file: `within` of `read_trace` for the file}.
     """
     contents = {} if digests is None else _kept(traces, digests, on_read)
     missing = [trace for trace in traces if trace.path not in contents]
@@ -167,8 +167,8 @@ class ProcessContent(msgspec.Struct, kw_only=True):
     pid: int | None
     """Pid of the process, one of `Origin.processes`, or None for the recorded process."""
     content: TraceContent
-    """The activity. `base_ns` is the time at which its times begin, on the file's clock, or None if that
-    clock is unknown."""
+    """The activity. `base_ns` is the zero of the activity's times, on the file's clock, or None if that clock
+    is unknown."""
 
 
 def _read_recording(
@@ -182,7 +182,7 @@ def _read_recording(
 
 
 class _Contents:
-    """One pass over a file."""
+    """Reads a recording once, and collects the activity of each process."""
 
     def __init__(
         self,
@@ -215,9 +215,9 @@ class _Contents:
     def _take(self, event: Slice, track: Track) -> None:
         category = event.category or ""
         if category in DEVICE and track.device is None:
-            return  # the host's view of work that a device's own track has too
+            return  # the host's record of work that is also on a device's own track
         if self._base_ns is None:
-            self._base_ns = event.start_ns  # floats of us since 1970 would lose their ns
+            self._base_ns = event.start_ns  # us since 1970 in a float would not be exact to the ns
         args = event.args or {}
         correlation = args.get("correlation", args.get("connection_id"))
         pending = self._pending[track.pid]
@@ -281,37 +281,39 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     """Path of the file, relative to the step's folder."""
     name: str
-    """Name of the process, the same as in the timeline if it left spans: `actor 0`, `rollout replica 1`."""
+    """Name of the process, such as `actor 0`; the same as in the timeline if the process recorded spans."""
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`, or None if it left no spans (an engine's worker)."""
+    """Index in `Timeline.processes`, or None if the process recorded no spans, as an engine's worker."""
     stage: str | None
     """The stage that the trace covers; None if it covers the whole capture."""
     step: int | None = None
-    """The step that the trace covers, or None if nothing says it."""
+    """The step that the trace covers, or None if unknown."""
     replica: int | None = None
-    """Number of the recorded inference replica. `info` may have none."""
+    """Number of the recorded inference replica, or None. `info.replica` may be None even for a replica."""
     topology: Mapping[str, int] | None = None
-    """Place in the parallel layout of the replica: `{"tp": 1, "dp": 0}`, or None if the sidecar does not
-    say."""
+    """Position of the process in the parallel layout of the replica: `{"tp": 1, "dp": 0}`, or None if
+    unknown."""
     unaligned: str | None
-    """Reason why its times cannot be placed in the step, or None if they can."""
+    """Reason why the trace's times cannot be placed in the step, or None if they can."""
     shift_ns: int
     """Unix ns on the owner's clock = us of the trace * 1000 + `shift_ns`."""
     content: TraceContent
     options: Mapping[str, str | int | float | bool | None]
     """Options of the recording, from the sidecar."""
     ignored: Mapping[str, str]
-    """Options that were not honoured: {option: reason}."""
+    """{option: reason} for options that had no effect."""
     versions: Mapping[str, str]
 
     def unix_ns(self, us: float) -> int:
-        """Return a time of the trace on the owner's clock. It is meaningless if `unaligned` is set."""
+        """Return a time of the trace in unix ns on the owner's clock. The result has no meaning if
+        `unaligned` is set.
+        """
         return round(us * 1000) + self.shift_ns
 
 
 class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of one snapshot, with its process."""
+    """Summary of one snapshot of CUDA's memory, with the process that took it."""
 
     file: str
     """Path of the file, relative to the step's folder."""
@@ -323,7 +325,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """True if the snapshot was taken because CUDA was out of memory."""
     summary: MemorySummary
     ahead_ns: int
-    """Time by which the process' wall clock, which the summary uses, is ahead of the owner's."""
+    """Time by which the process' wall clock is ahead of the owner's. The summary uses the process' clock."""
 
 
 class Traces(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,7 +334,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     activities: tuple[TraceActivity, ...]
     """The traces by process, in the order of the timeline's rows."""
     unread: tuple[str, ...]
-    """Files that no reader reads, each with the reason."""
+    """Files that no reader can read, each with the reason."""
     problems: tuple[FileProblem, ...]
     """Problems inside the files. Missing files are in `Timeline.problems`."""
     memory: tuple[MemoryRecord, ...] = ()
@@ -347,14 +349,14 @@ def load_traces(
     executor: Executor | None = None,
     digests: bool = True,
 ) -> Traces:
-    """Read the traces of a step. Memory does not grow with their size.
+    """Read the traces of a step. The memory used does not grow with the size of the files.
 
     Args:
         path: The step's folder.
         timeline: Timeline of the same folder, with its processes and their clocks.
         on_read: Called with the number of bytes of each read of the files.
-        executor: Processes that read them, or None to read them in this process.
-        digests: Whether traces that were read before need not be read again. The result is the same.
+        executor: Processes that read the files, or None to read them in this process.
+        digests: True to use and keep digests, so that traces are not read again. The result is the same.
     """
     layout = StepLayout(path)
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
@@ -364,19 +366,19 @@ def load_traces(
 
 
 class _Placed(NamedTuple):
-    """Activity of a process in a trace, with its row."""
+    """Activity of one process in a trace, with the process' row."""
 
     trace: TraceFile
     content: TraceContent
     row: Row
     base_ns: int
-    """Unix time in ns on the process' host at which the times of the content begin."""
+    """Zero of the content's times, in unix ns on the process' host."""
 
 
 def place_traces(
     files: StepFiles, contents: Sequence[Sequence[ProcessContent]], timeline: Timeline
 ) -> Traces:
-    """Return the contents of each of `files.traces` placed on the timeline's clock."""
+    """Place the contents of `files.traces` on the timeline's clock, and return them."""
     rows, problems = Rows(timeline, axis_of(timeline)), [*files.problems, *_problems(files.traces, contents)]
     placed = list[_Placed]()
     for trace, held in zip(files.traces, contents, strict=True):
@@ -416,7 +418,7 @@ def _placed(
     recorded = Recorded(trace.reader, trace.found_file, trace.role)
     events = any(one.content.events for one in held)
     recorded.place(rows, own_clock=events and all(one.content.base_ns is None for one in held))
-    if events and not recorded.rows:  # it was read, and cannot be read again
+    if events and not recorded.rows:  # the content was read before, but the file cannot be opened now
         problems += [FileProblem(file=trace.name, what=what) for what in recorded.notes.counts]
     for one in held:
         known, base_ns = recorded.rows.get(one.pid), one.content.base_ns or 0
