@@ -131,7 +131,7 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
     profiler = object.__new__(VllmProfiler)
     calls = SimpleNamespace(dead=lambda: "engine is dead")
     engine = SimpleNamespace(version="0.32.0", dialect=None, calls=calls)
-    profiler._target = engine  # type: ignore[assignment]  # as much of one as is asked here
+    profiler._target = engine  # type: ignore[assignment]  # it has the attributes that this test needs
     for _ in range(2):
         with pytest.raises(EngineError, match="engine is dead"):
             asyncio.run(profiler.start(a_capture(tmp_path)))

@@ -95,9 +95,7 @@ def collective_of(frames: Sequence[Frame]) -> str | None:
 
 
 def _inner(frames: Sequence[Frame]) -> Iterable[Frame]:
-    """Return the library frames that the innermost frame of the user's code has called, at most
-    `_INNERMOST`.
-    """
+    """Return the library frames inside the innermost frame of the user's code; at most `_INNERMOST` frames."""
     return takewhile(is_library, frames[:_INNERMOST])
 
 

@@ -84,7 +84,7 @@ def test_a_loop_captures_two_steps_of_a_server(
 def test_the_passes_of_a_server_are_noted_without_its_profiler(
     served: Served, config: ProfileConfig, run_folder: Path
 ) -> None:
-    """The second capture is of an idle server, and the third shows that its profiler is free."""
+    """The second capture is of an idle server. The third capture shows that the profiler was not left on."""
     roles = {"rollout": {"ranks": "all", "engine": {"profiler": "passes"}}}
     alone = ProfileConfig(save_path=run_folder, steps="0:1000", roles=roles)
     server = VllmServer(served.url, served.folder)

@@ -1,4 +1,4 @@
-"""Tests of engines in an unedited framework. They are prepared when built, and recorded with steps."""
+"""Tests of engines that an unedited framework builds, from their preparation to their recording."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def register(adapter: str, engine: object, replica: int | None) -> None:
 
 
 def register_none(adapter: str) -> None:
-    """Record that a call which makes an engine in other processes has made none in this process."""
+    """Note that a call of an entry for this adapter has made no engine in this process."""
     _empty.add((adapter, os.getpid()))
 
 

@@ -43,8 +43,7 @@ _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _UNKNOWN = -1.0
 _current: PassLog | None = None
-"""The log of the running capture that the engine of this process writes to, or None. One writer: `begin` and
-`end`."""
+"""Log of the running capture for the engine of this process, or None. Writers: `begin` and `end`."""
 _kept: PassRing | None = None
 """The passes that the flight recorder keeps of this process' engine between captures, or None. One writer:
 `keep`."""

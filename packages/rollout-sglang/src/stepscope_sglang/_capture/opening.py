@@ -60,7 +60,7 @@ def check_options(capture: EngineCapture, facts: EngineFacts) -> dict[str, str]:
 
 
 def warn(text: str) -> None:
-    """Log a warning. The same warning is logged once in each process."""
+    """Log a warning, unless this process has already logged it."""
     if text not in _warned:
         _warned.add(text)
         log.warning("stepscope: %s", text)

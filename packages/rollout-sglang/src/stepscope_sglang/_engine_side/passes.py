@@ -46,10 +46,11 @@ class _Weights:
         self.updates = 0
         self._at_pass: int | None = None
         self._stale: str | None = None
-        """Version that SGLang still states although it is from before the last update, or None."""
+        """Version of the old weights if SGLang still states it after the last update, or None."""
 
     def update(self, at_pass: int, stated: str | None) -> None:
-        """Count an update. Updates without a forward pass in between, as of buckets of weights, count as one.
+        """Count an update. Several updates without a forward pass in between, such as one for each bucket of
+        weights, count as one.
 
         Args:
             at_pass: Number of passes that the scheduler has begun.
@@ -238,7 +239,7 @@ class Notes:
         requests = list(batch.reqs)
         before = [len(request.output_ids) for request in requests]
         result = self._process(batch, *args, **kw)
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # another version may have other attributes; an error kills the scheduler
             launched = self._launched.popleft() if self._launched else None
             if launched is not None:
                 self._note(launched, requests, before)

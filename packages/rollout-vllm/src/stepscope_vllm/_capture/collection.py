@@ -161,7 +161,7 @@ class Recording:
     started: Started | None = None
     """Facts about the start, or None before the recording has begun."""
     files_before: set[str] = field(default_factory=set)
-    """Names of the files in the engine's folder before the start."""
+    """Names of the files before the start, in the engine's folder and in the capture's folder."""
     files_at_start: set[str] = field(default_factory=set)
     """Names of the files in the engine's folder after the start."""
     opened: ClockAnchor | None = None
@@ -331,7 +331,8 @@ def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact
 def adopt(recording: Recording, files: set[str], folder: Path) -> None:
     """Publish files that were written after their capture had ended.
 
-    Their sidecars do not have the clock and the facts from the end of the capture, which is older.
+    Their sidecars have no clock and no facts from the end, because both were read before the files were
+    written.
     """
     moved = engine_folder.move(files, folder, Path(recording.capture.out_dir), recording.prefix)
     late = replace(recording, closed=None, facts_at_stop={})

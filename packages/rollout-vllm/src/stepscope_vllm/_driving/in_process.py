@@ -275,7 +275,7 @@ class InProcessTarget:
             "gzip": bool(self.settings.get("torch_profiler_use_gzip", True)),
             "delay": capture.iterations.start,
             "maximum": capture.iterations.count or 0,
-            "all_threads": here,  # generation runs on the user's thread, the profiler on ours
+            "all_threads": here,  # generation runs on the user's thread, and the profiler on stepscope's
         }
         method: Any = extension.aim if here else "stepscope_aim"
         self._aimed = Path(capture.out_dir)

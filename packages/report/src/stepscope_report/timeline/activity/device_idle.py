@@ -37,7 +37,8 @@ GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 that copies. `collective`: the program was in a collective on the CPU. `slow launches`: operators ran on the
 CPU, and launched more slowly than the device ran. `no operator`: no operator ran. `queued`: the next kernel
 had been launched, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not
-recorded. `edges`: the time before the first and after the last kernel of the recording."""
+recorded. `edges`: the time before the first and after the last kernel of the recording. The other causes are
+named for the call that the program was in."""
 ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 """Causes that HolisticTraceAnalysis calls `host_wait`."""
 
@@ -371,7 +372,7 @@ _SYNCHRONISATION, _COPYING, _SLOW, _NO_OPERATOR = map(
 _QUEUED, _UNKNOWN, EDGES = map(GAP_KINDS.index, ("queued", "unknown", "edges"))
 _PLACED = frozenset(range(len(GAP_KINDS))) - {_QUEUED, _UNKNOWN, EDGES}
 _AFTER_SYNCS = frozenset((_COPYING, _SLOW, _NO_OPERATOR))
-"""Causes over which a call that synchronised takes precedence."""
+"""Causes that become `synchronisation` if a call synchronised at the start of the gap."""
 _NO_THREAD = -1
 _NO_TEXT = 0
 """Number of the empty text."""

@@ -50,7 +50,7 @@ from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of, of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
 
 _BATCH = 2000
-"""Number of a recording's events that are passed on together."""
+"""Number of a recording's events that are given to a `Reading` at once."""
 _LARGEST_SUMMARY = 64 << 20
 """Largest size in bytes of a summary of CUDA's memory that is read. Summaries usually have some 100 kB."""
 
