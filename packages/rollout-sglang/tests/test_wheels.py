@@ -15,7 +15,7 @@ from tests.downloads import members, wheel
 pytestmark = pytest.mark.slow
 
 VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
-"""Versions in which an option or a signature of the start appeared, and most of the versions before those."""
+"""Versions in which an option or a signature of the start first appeared, and some of the versions before."""
 _PARTS = ("io_struct", "profiler", "tokenizer")
 
 

@@ -95,7 +95,7 @@ def collective_of(frames: Sequence[Frame]) -> str | None:
 
 
 def _inner(frames: Sequence[Frame]) -> Iterable[Frame]:
-    """Return the library frames inside the innermost frame of the user's code; at most `_INNERMOST` frames."""
+    """Return the library frames inside the innermost frame of the user's code; at most `_INNERMOST`."""
     return takewhile(is_library, frames[:_INNERMOST])
 
 

@@ -22,10 +22,10 @@ opened_on: ContextVar[asyncio.AbstractEventLoop | None] = ContextVar("stepscope_
 
 
 async def own_thread(fn: Callable[..., T], *args: Any) -> T:
-    """Run `fn(*args)` on a new daemon thread (0.1 ms), else like `asyncio.to_thread`.
+    """Run `fn(*args)` on a new daemon thread (0.1 ms), and await the result.
 
-    The loop's default executor belongs to the user: while the user's blocking calls fill the executor, a
-    capture would have to wait. After a cancellation the thread goes on and its result is dropped.
+    `asyncio.to_thread` is not used, because the user's blocking calls may fill the loop's default executor,
+    and a capture would have to wait. After a cancellation the thread goes on, and its result is dropped.
     """
     context, result = copy_context(), Future[T]()
 

@@ -146,7 +146,7 @@ class EngineCalls:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
 
     async def _death(self) -> str | None:
-        """Wait up to 1 s for the engine to be marked as dead, because a call to a dead engine fails earlier.
+        """Wait up to 1 s for vLLM to mark the engine as dead, because a call may fail before vLLM does so.
 
         Return the reason, or None if the engine lives.
         """

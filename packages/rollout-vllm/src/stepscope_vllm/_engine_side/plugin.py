@@ -81,7 +81,7 @@ def is_missing() -> bool:
 def _sending() -> tuple[Any, str]:
     """Return the class that sends, and the name of its method that sends over gloo and does not wait.
 
-    The class is None if this version of vLLM does not have it in this module.
+    The class is None if the module `_STATE` of this version of vLLM does not have it.
     """
     from vllm.platforms import current_platform
 
