@@ -325,7 +325,7 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
         tracemalloc.stop()
     assert held / count < 30
     nested.nest()
-    assert list(nested.ran) == [(float(at), at + 0.5) for at in range(1, count + 1)]
+    assert list(nested.ran[0]) == [(float(at), at + 0.5) for at in range(1, count + 1)]
 
 
 def test_a_package_names_iterations_of_its_own_and_renames_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from functools import reduce
 from itertools import chain, compress, groupby
 from operator import add, itemgetter, or_
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -144,16 +144,22 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     dur: _Us = 0.0
 
 
+_ASYNC, _MEMORY = "\0", "\1"
+"""Categories of events that are no slices, which no slice has."""
+
+
 class _Begin(msgspec.Struct, tag_field="ph", tag="b", gc=False):
+    cat: ClassVar[str] = _ASYNC
     name: str = ""
-    cat: str = ""
+    kind: str = msgspec.field(default="", name="cat")
     id: int | str = 0
     pid: int | str = 0
     ts: float = 0.0
 
 
 class _End(msgspec.Struct, tag_field="ph", tag="e", gc=False):
-    cat: str = ""
+    cat: ClassVar[str] = _ASYNC
+    kind: str = msgspec.field(default="", name="cat")
     id: int | str = 0
     pid: int | str = 0
     ts: float = 0.0
@@ -245,13 +251,20 @@ class _MemoryArgs(msgspec.Struct, gc=False):
 
 
 class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
+    cat: ClassVar[str] = _MEMORY
     name: str = ""
     ts: _Us = 0.0
     args: _MemoryArgs | None = None
 
 
+class _Unread(msgspec.Struct, gc=False):
+    """An event of a phase that is not used."""
+
+    cat: ClassVar[str] = ""
+
+
 def _nothing(phase: str) -> type[msgspec.Struct]:
-    return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
+    return msgspec.defstruct(f"_Skipped_{phase}", [], bases=(_Unread,), tag_field="ph", tag=phase, gc=False)
 
 
 Event: TypeAlias = Complete | _Instant | _Begin | _End
@@ -279,7 +292,10 @@ def _decoded(element: msgspec.Raw) -> list[Event]:
     return []
 
 
-_SLICES = frozenset((Complete, _Stated, _Shaped, _Odd, Linked))
+def _has_shapes(events: Sequence[Event]) -> bool:
+    """Return whether operators may have shapes. All events of a sound block have one type."""
+    slices = (event for event in events if isinstance(event, Complete))
+    return isinstance(next(slices, None), (_Shaped, _Odd))
 
 
 class Reading:
@@ -420,26 +436,18 @@ class Reading:
             special.append(len(others))
             others.append(event)
 
-        put_of = {
+        put_of: Mapping[str, Callable[[Any], object]] = {
             **dict.fromkeys(DEVICE, work.append),
             **dict.fromkeys(_RUNTIME, calls.append),
             **dict.fromkeys(_FRAMES, frames.append),
-            **dict.fromkeys(_OPERATORS, others.append),
+            **dict.fromkeys(_OPERATORS, put_special if _has_shapes(events) else others.append),
             **dict.fromkeys((*_ANNOTATIONS, *_SYNCS, "Trace"), put_special),
-        }.get
-        event: Any  # a check of the class of each event would take a tenth of the time
-        slices, stated, shaped = _SLICES, _Stated, _Shaped
+            _ASYNC: self._asynchronous,
+            _MEMORY: self._instant,
+        }
+        put = put_of.get
         for event in events:
-            kind = type(event)
-            if kind is stated or kind in slices:
-                put = put_special if kind is shaped and event.cat in _OPERATORS else put_of(event.cat)
-                if put is not None:
-                    put(event)
-            elif kind is _Instant:
-                if event.name == "[memory]" and event.args is not None:
-                    self._memory(event.ts, event.args)
-            elif kind is _Begin or kind is _End:
-                self._asynchronous(event)
+            put(event.cat, bool)(event)  # `bool` does nothing
         if work:
             believed, starts_us, durs = self._believed(work)
             self._work.add(believed, _all_facts(believed), starts_us, durs, self._work.rows)
@@ -547,9 +555,9 @@ class Reading:
         The format is that of `ext-profiler/example/print_event.cc` in NCCL. An id is unique among the events
         of one category and process.
         """
-        if event.cat not in _NCCL_CALLS:
+        if event.kind not in _NCCL_CALLS:
             return
-        key = event.pid, event.cat, event.id
+        key = event.pid, event.kind, event.id
         if isinstance(event, _Begin):
             self._begun[key] = event.name, event.ts
         elif key in self._begun:
@@ -677,6 +685,10 @@ class Reading:
             self._steps.add(event.name, event.ts, event.dur)
         self._labels.add(name, event.ts, event.dur, thread)
 
+    def _instant(self, event: _Instant) -> None:
+        if event.name == "[memory]" and event.args is not None:
+            self._memory(event.ts, event.args)
+
     def _memory(self, ts: float, args: _MemoryArgs) -> None:
         if args.allocated is None or args.kind is None:
             return
@@ -694,7 +706,7 @@ class Reading:
 
     def finish(self, fields: TraceFields) -> TraceContent:
         self._nested.nest()
-        ran = self._nested.ran
+        ran = Stretches.joined(self._nested.ran.values())
         if ran:
             self.seen(ran.first, ran.last)
         works = self._add_up()

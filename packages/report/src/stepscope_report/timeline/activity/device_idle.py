@@ -122,14 +122,16 @@ class DeviceKernels:
             threads: Thread of the launch of each kernel.
         """
         until, columns = first, zip(self.starts, self.ends, launches, threads, strict=True)
-        while some := list(islice(columns, CHUNK)):
-            rows = []
-            for start, end, launch, thread in some:
-                if start > until:
-                    rows.append((until, start, launch if launch < start else start, launch, thread))
-                if end > until:
-                    until = end
-            yield rows
+        rows = []
+        for start, end, launch, thread in columns:
+            if start > until:
+                rows.append((until, start, launch if launch < start else start, launch, thread))
+                if len(rows) == CHUNK:
+                    yield rows
+                    rows = []
+            if end > until:
+                until = end
+        yield rows
 
     def running(self, at_us: float, stream: int) -> Iterator[float]:
         """Yield the ends of the kernels that run on a stream at a moment."""
@@ -180,8 +182,8 @@ class Host:
         self._launched.extend(correlations, starts_us)
         if self._launcher is None:
             self._launcher = next(iter(threads), None)
-        others = [thread != self._launcher for thread in threads]
-        if any(others):
+        if self._launcher is not None and threads.count(self._launcher) < len(threads):
+            others = [thread != self._launcher for thread in threads]
             self._launched_by.extend(compress(correlations, others), compress(threads, others))
 
     def calls(

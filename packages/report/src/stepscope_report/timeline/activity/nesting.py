@@ -91,8 +91,10 @@ class Nested:
         self.threads: dict[int, Slices] = defaultdict(Slices)
         self.beyond: dict[int, Slices] = defaultdict(Slices)
         """Operators beyond the times that are read, which only explain gaps."""
-        self.ran = Stretches()
-        """Times in which any thread ran operators, after `nest`."""
+        self.ran: dict[int, Stretches] = {}
+        """Times in which each thread ran operators, after `nest`."""
+        self._overrun: set[int] = set()
+        """Threads with operators that end after the operator around them."""
         self.main = _NO_THREAD
         """The thread with the most operators, or -1 without operators. Set by `nest`."""
 
@@ -126,33 +128,36 @@ class Nested:
         """Yield, for each thread, the times in which the thread ran operators."""
         inner = {number for number, operator in enumerate(self.operators) if not operator.outer}
         has_ranges = len(inner) < len(self.operators)
+        has_ranges = len(inner) < len(self.operators)
         for thread in {**self.threads, **self.beyond}:
             own, beyond = self.threads.get(thread, Slices()), self.beyond.get(thread)
-            pairs = own.pairs()
-            if has_ranges:
-                pairs = ((start, end) for start, end, number in own if number in inner)
+            pairs: Iterator[Pair] = iter(self.ran.get(thread, ()))
+            if thread in self._overrun:
+                pairs = own.pairs()
+                if has_ranges:
+                    pairs = ((start, end) for start, end, number in own if number in inner)
             yield Covered(pairs if beyond is None else merge(pairs, beyond.pairs()))
 
     def nest(self) -> None:
         """Add up the operators, with the time that each spent in those below it."""
-        most, parts = 0, []
+        most = 0
         for thread, slices in self.threads.items():
             before = self._inner()
-            parts.append(Stretches(self._nest(slices)))
+            self.ran[thread] = Stretches(self._nest(thread, slices))
             own = self._inner() - before + len(self.beyond.get(thread, ()))
             if own > most:
                 most, self.main = own, thread
-        self.ran = Stretches.joined(parts)
 
     def _inner(self) -> int:
         return sum(operator.count for operator in self.operators if not operator.outer)
 
-    def _nest(self, slices: Slices) -> Iterator[Pair]:
+    def _nest(self, thread: int, slices: Slices) -> Iterator[Pair]:
         """Yield the times of the outermost operators of one thread."""
         outer = [operator.outer for operator in self.operators]
         counts, totals = [0] * len(outer), [0.0] * len(outer)
         longest, below = totals.copy(), totals.copy()
         still: list[tuple[float, int]] = []
+        overruns = False
         for start, dur, number in slices.as_added():
             counts[number] += 1
             totals[number] += dur
@@ -163,12 +168,18 @@ class Nested:
                 still.pop()
             if still:
                 above_end, above = still[-1]
-                below[above] += dur if end <= above_end else above_end - start
+                if end <= above_end:
+                    below[above] += dur
+                else:
+                    below[above] += above_end - start
+                    overruns = True
                 if outer[above] and not outer[number]:
                     yield start, end
             elif not outer[number]:
                 yield start, end
             still.append((end, number))
+        if overruns:
+            self._overrun.add(thread)
         columns = zip(self.operators, counts, totals, longest, below, strict=True)
         for operator, count, total_us, max_us, below_us in columns:
             operator.count += count
