@@ -33,7 +33,8 @@ EXTENSIONS = {
     "expert_parallel": "Experts",
     "trouble": "OtherHost",
 }
-"""{case: its worker extension in `more_worker.py`}. Other cases have stepscope's, and `experts` has none."""
+"""{case: its worker extension in `more_worker.py`}. The case `experts` has no extension, and the other cases
+have stepscope's own extension."""
 
 
 async def layout(case: str, llm: Any, save_path: str) -> None:

@@ -1,6 +1,6 @@
 """Calls into a Ray actor whose class does not use stepscope. Shared by `RayRollout` and the Ray fleet.
 
-`handle.__ray_call__` runs a function in the actor's process. Tried with Ray 2.60, the function runs:
+`handle.__ray_call__` runs a function in the actor's process. In Ray 2.60, the function runs:
 
 sync actor      on its main thread, after the running method and the calls that were queued before
 threaded actor  on a thread of its pool, in no fixed order

@@ -165,8 +165,8 @@ def _counted(original: Callable[..., T]) -> Callable[..., T]:
 
 
 def _with_notes(original: Callable[..., T]) -> Callable[..., T]:
-    """Return a wrapper of a method that gets a profile's folder, which begins notes of passes if a file in
-    the folder asks for them.
+    """Wrap a method that gets a profile's folder. If a file in the folder asks for notes of passes, the
+    wrapper begins them.
     """
 
     @wraps(original)
