@@ -148,7 +148,7 @@ class ChromeTrace:
     ) -> TraceFields:
         """Pass the results of `parse` to `take`, block by block, and return the fields around the events."""
         fields: dict[str, msgspec.Raw] = {}
-        for events in self._scan(fields, parse, on_read):
+        for events in self._scan(fields, parse, on_read, 2 * BLOCK):  # 3 % less time than with `BLOCK`
             take(events)
         return _typed(fields, [])
 
