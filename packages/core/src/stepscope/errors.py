@@ -35,8 +35,9 @@ class ConfigError(StepscopeError, ValueError):
     def __init__(
         self, field: str, value: object, allowed: str, fix: str, also: Iterable[ConfigError] = ()
     ) -> None:
-        """Args:
-        also: Further errors of the same source. Each adds a line to the message.
+        """
+        Args:
+            also: Further errors of the same source. Each adds a line to the message.
         """
         self.field = field
         self.value = value

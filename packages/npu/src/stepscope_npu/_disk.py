@@ -81,7 +81,7 @@ def place(folder: Path, target: Path) -> None:
 
 
 def remove(parent: Path) -> None:
-    """Remove the folder in which one recording was made, and empty folders above it."""
+    """Remove the folder in which one recording was made, and the two folders above it if they are empty."""
     shutil.rmtree(parent, ignore_errors=True)
     for above in (parent.parent, parent.parent.parent):
         try:

@@ -70,7 +70,7 @@ def divide(
         end_ns: Exclusive.
         labels: The label of each bit. Several bits may have one label.
         tiers: The tier of each bit.
-        held: Disjoint stretches, in order. In a stretch, time of its kinds is billed to its label.
+        held: Disjoint, in order. In each, leaves of the kinds in its `mask` are billed to its `label`.
     """
     shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
     billed: Counter[tuple[Label, ...]] = Counter()
@@ -202,7 +202,7 @@ class _Leaves:
 
 
 def joined(pairs: Iterable[Pair]) -> list[Pair]:
-    """Return the time covered by at least one of the pairs: disjoint, and in order."""
+    """Return the union of the pairs, as disjoint pairs in order."""
     union: list[Pair] = []
     for start_ns, end_ns in sorted(pairs):
         if union and start_ns <= union[-1][1]:

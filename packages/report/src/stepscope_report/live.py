@@ -73,7 +73,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     durations_ns: tuple[int, ...]
     """The durations of the last steps, the latest last."""
     between_ns: int | None
-    """Median time between two of these steps; None if no two follow each other."""
+    """Median time from the end of one of these steps to the start of the next; None if no two are
+    consecutive."""
     median_ns: int | None
     """Median duration of the last steps of the same kind as the running step, or None if there are none."""
     compared: int

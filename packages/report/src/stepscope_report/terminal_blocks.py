@@ -1,4 +1,4 @@
-"""Tables and lists for a terminal, and tables as Markdown. They know no report."""
+"""Tables and lists for a terminal, and tables as Markdown, of any content."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ class SglangServer(ReplicaProfiler):
     """
 
     def __init__(self, *urls: str, api_key: str | None = None, replica: int | None = None) -> None:
-        """Args:
+        """
+        Args:
             urls: `http://host:port` of each server of the replica. A router's URL is refused.
             api_key: Key to send as `Authorization: Bearer`. If the servers have an admin key, pass the admin
                 key.

@@ -32,7 +32,8 @@ class VllmProfiler(ReplicaProfiler):
     """
 
     def __init__(self, engine: object, *, replica: int | None = None) -> None:
-        """Args:
+        """
+        Args:
             engine: An `AsyncLLM` or an `LLM`, built with `**engine_args(config, replica)`.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
 

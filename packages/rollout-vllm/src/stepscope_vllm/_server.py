@@ -173,7 +173,8 @@ class VllmServer(ReplicaProfiler):
         data_parallel_size: int = 1,
         prefill_context_parallel_size: int = 1,
     ) -> None:
-        """Args:
+        """
+        Args:
             url: `http://host:port` of the server itself. For the servers of a router, use `behind`.
             profile_dir: The server's `torch_profiler_dir`, as this process sees it, or None to ask the
                 server, which answers in development mode only (VLLM_SERVER_DEV_MODE=1).

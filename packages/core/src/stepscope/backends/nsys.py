@@ -114,7 +114,7 @@ class NsysBackend:
         self._config = config.nsys
         self._window: Window | None = None
         self._folder = Path()
-        """Folder of the window's report and of the output of `nsys stop`; empty between windows."""
+        """Folder of the window's report and of the output of `nsys stop`; `Path()` between windows."""
         self._has_ranges = False
         """True if the window has NVTX ranges."""
         self._start_s = 0.0

@@ -49,7 +49,8 @@ class Server:
     """One HTTP server. Requests may be made from any thread and any event loop."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        """Args:
+        """
+        Args:
             url: `http://host:port`, or with a path, which is put before the path of each request. No proxy is
                 used.
             headers: Headers of every request, such as Authorization.

@@ -40,8 +40,8 @@ set."""
 
 
 def register(adapter: str, engine: object, replica: int | None) -> None:
-    """Keep a weak reference to `engine`, or a URL, for captures. A later call for the same engine replaces an
-    earlier one.
+    """Keep `engine` for captures: a weak reference to it, or the string itself if it is a URL. A later call
+    for the same engine replaces an earlier one.
 
     Raises:
         TypeError: `engine` allows no weak references.

@@ -41,11 +41,12 @@ class EngineMetrics:
     """The latest metrics of one engine, and the thread that requests them while they are sampled."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]], of: str, *, blocks: bool) -> None:
-        """Args:
-        read: Returns the metrics by the names of this module; empty if the engine keeps none. An
-            exception counts as an answer without metrics.
-        of: The engine's name in the counters, such as `replica 0`.
-        blocks: True if `read` may wait for a server, so that a thread calls it.
+        """
+        Args:
+            read: Returns the metrics by the names of this module; empty if the engine keeps none. An
+                exception counts as an answer without metrics.
+            of: The engine's name in the counters, such as `replica 0`.
+            blocks: True if `read` may wait for a server, so that a thread calls it.
         """
         self.latest: Mapping[str, float] = {}
         self.interval_s = ASK_S if blocks else READ_S

@@ -46,7 +46,10 @@ class WorkThread:
     """
 
     def __init__(self, name: str) -> None:
-        """Args: name: Name of the thread, which begins with `stepscope-` so that `is_ours` recognises it."""
+        """
+        Args:
+            name: Name of the thread, which begins with `stepscope-` so that `is_ours` recognises it.
+        """
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

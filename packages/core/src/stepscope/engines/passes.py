@@ -420,7 +420,7 @@ def _at_ends(
         before: The value before the first change.
         known: Number of requests.
         rows: Number of rows of `served` before each pass, and at the end the number of all rows.
-        served: Position of the request in each row.
+        served: For each row, the position of its request.
     """
     begun: dict[int, T] = {}
     ended = [before] * known

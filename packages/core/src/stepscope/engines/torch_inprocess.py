@@ -267,12 +267,13 @@ class TorchRolloutProfiler(EngineProfilerBase):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Args:
-        module: Module whose calls are counted as engine iterations; None if the decode loop calls
-            `iteration()` after each iteration.
-        replica: The replica's number; None for its position in `capture(engines=[...])`.
-        rank: Global rank of this process, or None if unknown.
-        world_size: Number of GPUs of the replica.
+        """
+        Args:
+            module: Module whose calls are counted as engine iterations; None if the decode loop calls
+                `iteration()` after each iteration.
+            replica: The replica's number; None for its position in `capture(engines=[...])`.
+            rank: Global rank of this process, or None if unknown.
+            world_size: Number of GPUs of the replica.
         """
         super().__init__(replica)
         self._module = module

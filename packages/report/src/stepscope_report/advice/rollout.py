@@ -332,7 +332,8 @@ def _in_trajectories(
 
 
 def prefill_alone(evidence: Evidence) -> Advice | None:
-    """Advise if an engine only prefilled for a quarter of its recorded time.
+    """Advise if an engine did nothing but prefill for a quarter or more of its recorded time. If no recording
+    shows that, judge by the noted passes.
 
     Recordings of less than half of the rollout are not used: the first passes of a rollout are prefills, and
     `by_stage` records as many prefill passes as decode passes.

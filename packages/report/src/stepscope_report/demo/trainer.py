@@ -279,7 +279,7 @@ def _profile(save_path: Path, captured: Sequence[int], iterations: int) -> Profi
 
 
 def start_ray() -> None:
-    """Start Ray for this process alone, without dashboard and usage report, and whatever RAY_ADDRESS says."""
+    """Start Ray for this process alone, whatever RAY_ADDRESS says, without dashboard and usage report."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         address="local",

@@ -195,7 +195,8 @@ def _told(
 def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
     """Return the changes of an engine's weights, with the versions that the engine or a weight sync states.
 
-    If the engine recorded no change, the end of each weight sync counts as one.
+    If the engine recorded no change, each version that weight syncs state counts as one, at the end of the
+    last sync with that version.
     """
     noted = engine.noted
     shift_ns = noted.anchor.wall_ns - noted.anchor.mono_ns

@@ -440,7 +440,8 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """Role of the training spans that state the tokens. None for all roles together."""
     tokens: int
     source: str
-    """Source of the tokens: `step_tokens`, `spans turn`, `requests` or `engines' counters`."""
+    """Source of the tokens: `step_tokens`; `requests`, `engines' counters` or both; or `spans` and the stages
+    that state the tokens, such as `spans turn`."""
     per_s: float
     """Tokens per second of the step's duration."""
     active_ns: int | None

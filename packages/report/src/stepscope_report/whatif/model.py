@@ -276,7 +276,8 @@ def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
 def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:
     """Return the number of trajectories that the driver runs at once, or None if the step shows no limit.
 
-    There is a limit if nearly every later start brings the number of running trajectories back to its peak.
+    The peak is the limit if nearly every start, after as many starts as the peak, brings the number of
+    running trajectories back to the peak.
     """
     starts = sorted(trajectory.start_ns for trajectory in trajectories)
     ends = sorted(trajectory.end_ns for trajectory in trajectories)

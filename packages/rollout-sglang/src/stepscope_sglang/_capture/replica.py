@@ -89,7 +89,7 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
         return nullcontext()
 
     def _prepare(self) -> None:  # not abstract, because only some subclasses need it
-        """Prepare a start on the caller's event loop, if the engine needs it."""
+        """Called on the caller's event loop before each start, for engines that need preparation there."""
 
     def _later(self, work: Callable[[], None]) -> None:
         """Submit `work` to the profiler's thread once the engine can be reached."""

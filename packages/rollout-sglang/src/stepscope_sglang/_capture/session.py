@@ -48,8 +48,9 @@ class Session:
     """A capture of one engine. All methods run on one thread."""
 
     def __init__(self, target: Target, recording: Recording) -> None:
-        """Args:
-        recording: A recording planned by `opening.prepared`.
+        """
+        Args:
+            recording: A recording planned by `opening.prepared`.
         """
         self.target = target
         self.recording = recording

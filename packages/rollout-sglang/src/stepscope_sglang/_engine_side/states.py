@@ -70,7 +70,7 @@ def profile_v2() -> bool:
 
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:
-    """Return the count of each data-parallel scheduler; empty if a scheduler does not show its count."""
+    """Return the number of forward passes of each data-parallel scheduler; empty if one does not show it."""
     counts = _shown(states, COUNT)
     return tuple(count for count in counts if isinstance(count, int)) if None not in counts else ()
 

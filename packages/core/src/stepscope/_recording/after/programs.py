@@ -149,8 +149,9 @@ class Chores:
     """The programs to run after one capture."""
 
     def __init__(self, session: Session, result: ClosedCapture, tell: Callable[[StepScalars], None]) -> None:
-        """Args:
-        tell: Called with the figures once they are computed.
+        """
+        Args:
+            tell: Called with the figures once they are computed.
         """
         self._tell = tell
         self._result = result

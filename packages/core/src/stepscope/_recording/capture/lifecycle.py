@@ -44,7 +44,10 @@ class Lifecycle:
     """The opening and closing of one capture, on the caller's side."""
 
     def __init__(self, asked: Asked, taker: Taker) -> None:
-        """Args: taker: The object that holds the claim on the process."""
+        """
+        Args:
+            taker: The object that holds the claim on the process.
+        """
         self._asked = asked
         self._taker = taker
         self._work: CaptureWork | None = None

@@ -92,7 +92,10 @@ async def _prepare(
     role: str,
     alone: PrepareAnswer | None,
 ) -> None:
-    """Args: alone: The answer of this process, or None if this process is not prepared yet."""
+    """
+    Args:
+        alone: The answer of this process, or None if this process is not prepared yet.
+    """
     run.mark_prepared()
     workers = None if omissions.none_meant(workers) else workers
     if workers is not None:

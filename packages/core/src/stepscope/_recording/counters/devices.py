@@ -37,8 +37,10 @@ class DeviceCounter(CounterSource, Generic[Handle]):
         interval_s: float = 1.0,
         kind: CounterKind = "level",
     ) -> None:
-        """Args:
-        devices: {name: handle of the device}. error: Type of the exception if a query fails.
+        """
+        Args:
+            devices: {name: handle of the device}.
+            error: Type of the exception if a query fails.
         """
         self.name = name
         self.unit = unit

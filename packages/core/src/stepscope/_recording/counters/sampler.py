@@ -66,8 +66,9 @@ class Sampler:
     """The sampler of one process. After `stop`, `start` may be called again."""
 
     def __init__(self, openers: Mapping[str, Opener], *, ticks: int = TICKS) -> None:
-        """Args:
-        openers: {name: opener}. Names are the keys of `absent`.
+        """
+        Args:
+            openers: {name: opener}. Names are the keys of `absent`.
         """
         self.series: list[Series] = []
         """All series so far; the index is the number of a series."""

@@ -150,7 +150,8 @@ class Participants:
     _group: EngineGroup
 
     def __init__(self, workers: object, engines: object, *, checked: bool = False) -> None:
-        """Args:
+        """
+        Args:
             checked: True if the arguments were checked at the run's first capture. An error is then recorded
                 and not raised.
 

@@ -183,8 +183,8 @@ class Calls:
         return None if path is None else self._read(field, path, number_of, args, kwargs, returned)
 
     def version(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()) -> int | None:
-        """Return the version of the weights if the entry reads it now (before or after the call), else
-        None.
+        """Return the version of the weights if its path can be read now, else None. A path into the result is
+        read after the call (`returned` is not empty), any other path before it.
         """
         path = self.timing.policy_version
         if path is None or is_result(path) != bool(returned):

@@ -25,9 +25,11 @@ class WorkQueue(Generic[J]):
     """A queue of jobs. Its thread starts with the first job, or earlier with `start`."""
 
     def __init__(self, name: str, work: Callable[[J], None], *, inline: bool = False) -> None:
-        """Args:
-        name: Name of the thread. work: Does one job. An exception ends the thread; the next job starts a new
-        thread. inline: True if `drain` itself does the jobs when no thread can start.
+        """
+        Args:
+            name: Name of the thread.
+            work: Does one job. An exception ends the thread; the next job starts a new thread.
+            inline: True if `drain` itself does the jobs when no thread can start.
         """
         self._name = name
         self._work = work

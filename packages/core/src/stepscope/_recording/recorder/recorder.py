@@ -138,8 +138,9 @@ class Recorder:
     calls_attrs = False
 
     def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool) -> None:
-        """Args:
-        owner: True for the process that runs the training loop.
+        """
+        Args:
+            owner: True for the process that runs the training loop.
         """
         self.config = config
         self.process = process

@@ -149,8 +149,9 @@ def _earlier(anchor: ClockAnchor, mono_ns: int) -> ClockAnchor:
 
 
 def _write_at_the_end_of_a_child(recorder: Recorder) -> None:
-    """Register a wait for all writes at the end of a child of `multiprocessing`, which does not call `atexit`
-    functions.
+    """Let a child of `multiprocessing` wait for all writes at its end.
+
+    Before Python 3.13, a forked child calls no `atexit` functions.
     """
     if identity.is_child():
         sys.modules["multiprocessing.util"].Finalize(None, recorder.drain, (_EXIT_S,), exitpriority=1)

@@ -122,9 +122,11 @@ class StepWriter:
         state: Callable[[], ProcessState],
         engines: EngineQueues | None,
     ) -> None:
-        """Args:
-        order: The order, or None for `write_visit`. state: Returns the current state of this process.
-        engines: The engines whose passes are written, or None.
+        """
+        Args:
+            order: The order, or None for `write_visit`.
+            state: Returns the current state of this process.
+            engines: The engines whose passes are written, or None.
         """
         self._engines = engines
         self._ring = ring

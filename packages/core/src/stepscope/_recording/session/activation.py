@@ -47,7 +47,10 @@ class Claim:
     """A claim of a capture, or of a worker's session, on this process."""
 
     def __init__(self, step: int, taker: Taker | None = None) -> None:
-        """Args: taker: The capture or session, or None if it does not exist yet."""
+        """
+        Args:
+            taker: The capture or session, or None if it does not exist yet.
+        """
         self.step = step
         self.taker = taker
 

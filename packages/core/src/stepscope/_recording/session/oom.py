@@ -70,7 +70,10 @@ class _Watch:
         oom.watch(self.keep, options, _refused)
 
     def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
-        """Args: snapshot: Takes a snapshot, which is slow. Called only if the snapshot is written."""
+        """
+        Args:
+            snapshot: Takes a snapshot, which is slow. Called only if the snapshot is written.
+        """
         try:
             self._keep(shortage, snapshot, history)
         except ours() as error:

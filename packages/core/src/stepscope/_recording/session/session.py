@@ -77,10 +77,11 @@ class Session:
         opened_by: OpenedBy = "program",
         on_artifact: OnArtifact | None = None,
     ) -> None:
-        """Args:
-        spans_only: Reason why no profiler may start, or None if the configuration decides. began_ns:
-        Monotonic time at which the opening began; now by default. on_artifact: Called for each complete file
-        of the session's profiler.
+        """
+        Args:
+            spans_only: Reason why no profiler may start, or None if the configuration decides.
+            began_ns: Monotonic time at which the opening began; now by default.
+            on_artifact: Called for each complete file of the session's profiler.
         """
         self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
         self.config = config

@@ -2,8 +2,9 @@
 
 A span appends itself to its log when it opens; the recorded code does nothing else. A thread checks the log
 five times a second, and writes a `span` line for each span that has ended. A span that is still open gets an
-`open` line once it has run for a second, so that a hang is visible, and is checked again. A crash loses at
-most the spans that ended in the last fifth of a second, and the spans that opened in the last second.
+`open` line at the first check after it has run for a second, so that a hang is visible. A crash loses the
+spans that ended since the last check or opened in the last 1.2 seconds, and after a burst of spans those that
+wait for the next check (`FLUSH_NS`).
 """
 
 from __future__ import annotations

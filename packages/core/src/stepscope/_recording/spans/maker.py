@@ -61,8 +61,9 @@ class SpanMaker:
         opened: Callable[[Span], None],
         redact: tuple[str, ...] = (),
     ) -> None:
-        """Args:
-        opened: Called with each span that opens. It must not block.
+        """
+        Args:
+            opened: Called with each span that opens. It must not block.
         """
         self.process = process
         self.run_id = run_id

@@ -61,8 +61,9 @@ class Unbegun(Begun):
     """
 
     def __init__(self, coroutine: Coroutine, dropped: Callable[[], None]) -> None:
-        """Args:
-        dropped: Called if the coroutine is dropped before it has begun.
+        """
+        Args:
+            dropped: Called if the coroutine is dropped before it has begun.
         """
         self._coroutine: Coroutine | None = coroutine
         self._dropped = dropped

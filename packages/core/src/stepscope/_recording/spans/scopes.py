@@ -226,8 +226,9 @@ class Place(Scope):
         link: SpanLink | None = None,
         context: str | None = None,
     ) -> None:
-        """Args:
-        context: The `traceparent` of the carrier.
+        """
+        Args:
+            context: The `traceparent` of the carrier.
         """
         self.entered = False
         self.resolved = self.parent = self.turns = None

@@ -31,8 +31,8 @@ class Shortage(NamedTuple):
 
 _attached = False
 _window: Callable[[Any], None] | None = None
-"""Function of the open `cuda_memory` window, which gets snapshots in place of `_between`; None between
-windows. Set by `in_window`."""
+"""Function that gets a snapshot at each out-of-memory error while a `cuda_memory` window is open, when
+`_between` is not called; None between windows. Set by `in_window`."""
 _between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
 """Function that is called for out-of-memory errors between windows, or None. Set by `watch`."""
 _refused: Callable[[str], None] | None = None

@@ -88,9 +88,10 @@ class ScheduledWindow(ABC, Generic[CutT]):
         key: str,
         about: Mapping[str, object],
     ) -> None:
-        """Args:
-        key: The schedule's dotted name in the configuration, for messages. about: Metadata of the window's
-        recordings.
+        """
+        Args:
+            key: The schedule's dotted name in the configuration, for messages.
+            about: Metadata of the window's recordings.
         """
         self.name = name
         self.thread = thread

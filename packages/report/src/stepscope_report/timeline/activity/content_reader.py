@@ -308,10 +308,11 @@ class Reading:
         step_mark: str | None = None,
         within: Pair | None = None,
     ) -> None:
-        """Args:
-        near: The first and the last plausible time in us, or None if all times are plausible.
-        step_mark: The same as in `read_trace`.
-        within: The same as in `read_trace`.
+        """
+        Args:
+            near: The first and the last plausible time in us, or None if all times are plausible.
+            step_mark: The same as in `read_trace`.
+            within: The same as in `read_trace`.
         """
         self._within = within
         self.notes = notes

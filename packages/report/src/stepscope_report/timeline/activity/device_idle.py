@@ -457,7 +457,10 @@ class _Judge:
 
 
 def by_cause(gaps: Gaps) -> list[DeviceGaps]:
-    """Return the totals of the gaps by cause, call and place, the longest total first."""
+    """Return the totals of the gaps by cause, call and place, the longest total first.
+
+    Totals beyond `KEPT` are added up by cause and come last.
+    """
     times: dict[tuple[int, int, int], array[float]] = defaultdict(lambda: array("d"))
     keys = zip(gaps.kinds, gaps.calls, gaps.places, strict=True)
     for key, us in zip(keys, map(sub, gaps.ends, gaps.starts), strict=True):

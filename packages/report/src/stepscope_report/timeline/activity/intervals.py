@@ -25,7 +25,10 @@ class Stretches:
     __slots__ = ("_flat",)
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
-        """Args: ascending: Intervals in order of their starts. Intervals that touch are joined."""
+        """
+        Args:
+            ascending: Intervals in order of their starts. Intervals that touch are joined.
+        """
         self._flat = flat_union(ascending)
 
     def __bool__(self) -> bool:

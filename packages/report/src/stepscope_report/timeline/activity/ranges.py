@@ -201,7 +201,10 @@ class ProfilerSteps:
     """The steps of one trace, and the times of known ranges, such as the optimizer's, within the steps."""
 
     def __init__(self, mark: str | None = None) -> None:
-        """Args: mark: Name of the ranges that are steps, with `*` and `?` for any characters, or None."""
+        """
+        Args:
+            mark: Name of the ranges that are steps, with `*` and `?` for any characters, or None.
+        """
         self._mark = mark
         self._ends: dict[str, list[Pair]] = defaultdict(list)
         """{name of the range of an optimizer's step: times of its calls}."""

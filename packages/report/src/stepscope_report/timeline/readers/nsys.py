@@ -155,8 +155,9 @@ class _Export:
     """An open export."""
 
     def __init__(self, path: Path, notes: Notes, *, has_ranges: bool) -> None:
-        """Args:
-        has_ranges: True if stepscope made NVTX ranges while nsys recorded.
+        """
+        Args:
+            has_ranges: True if stepscope made NVTX ranges while nsys recorded.
         """
         self._notes = notes
         self._has_ranges = has_ranges

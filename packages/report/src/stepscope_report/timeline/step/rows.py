@@ -239,7 +239,10 @@ class Recorded:
     """A file, its reader, and the rows of its tracks. If the reader raises, there is a note and no row."""
 
     def __init__(self, reader: Reader, file: FoundFile, role: str) -> None:
-        """Args: role: Role of the processes that recorded the file."""
+        """
+        Args:
+            role: Role of the processes that recorded the file.
+        """
         self.reader = reader
         self.file = file
         self.notes = Notes()
