@@ -282,7 +282,7 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
         rule="exposed-communication",
         what="communication is not hidden behind computation",
         because=(_share(worst.process, worst.exposed_ns, evidence), *([before] if waited else [])),
-        do="even out the ranks' work: see the rule stragglers"
+        do="even out the work of the ranks"
         if late
         else "larger buckets, prefetch (forward_prefetch and backward_prefetch of FSDP), smaller groups",
         saves_ns=worst.exposed_ns,
