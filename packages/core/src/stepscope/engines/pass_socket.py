@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from stepscope.errors import ours
+
 KEEP, KEPT = "keep", "kept"
 """The two questions, each sent with a number. `keep`: keep passes from now on, in this many MB of memory.
 `kept`: return the kept passes since this time in unix ns."""
@@ -52,7 +54,7 @@ def _answer_to(answers: Answers, question: bytes) -> bytes:
     try:
         method, number = msgspec.msgpack.decode(question, type=tuple[str, int])
         content = answers[method](number)
-    except Exception as error:  # the asker reports it; the engine goes on
+    except ours() as error:  # the process that asked reports it; the engine goes on
         return f"fail{type(error).__name__}: {error}".encode()
     return b"none" if content is None else b"some" + content
 

@@ -25,7 +25,7 @@ from stepscope.files.spans import BEGIN_ONLY, GROUP, SEQUENCE
 from stepscope.files.values import AttrValue
 
 _GLOO = "gloo:"
-_BEFORE_NS = 1_000_000_000
+_BEFORE_NS = 100_000_000
 """Longest time from the start of a call in Python to its begin in torch's recorder."""
 
 _numbers: dict[str, int] = {}
@@ -76,16 +76,15 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
     if dump is None or not collective_calls.is_on():
         return []
     now = clock.read_anchor()
-    # A group that was made again has the name and the numbers of the old one.
-    seen = {
-        (name, number) for name, number, at_ns in list(collective_calls.seen) if at_ns > since_ns - _BEFORE_NS
-    }
+    seen = {(name, number): at_ns for name, number, at_ns in list(collective_calls.seen)}
     threads = {str(thread.ident): fork.native_id_of(thread) for thread in threading.enumerate()}
     text, spans = dump(includeCollectives=True, onlyActive=False), []
     for call in msgspec.json.decode(text, type=_Dump, strict=False).entries:
         group, number = call.process_group[0], call.collective_seq_id
         start_ns = call.time_created_ns - now.wall_ns + now.mono_ns
-        is_own = call.profiling_name.startswith(_GLOO) and not call.is_p2p and (group, number) not in seen
+        # A group that was made again has the name and the numbers of the old one.
+        is_seen = abs(start_ns - seen.get((group, number), 0)) < _BEFORE_NS
+        is_own = call.profiling_name.startswith(_GLOO) and not call.is_p2p and not is_seen
         if not is_own or start_ns < since_ns:
             continue
         stage = call.profiling_name[len(_GLOO) :]
