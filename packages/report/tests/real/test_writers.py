@@ -168,7 +168,7 @@ def test_wandb_has_a_run_of_its_own_without_one_of_the_training(tmp_path: Path) 
     (row,) = rows(items)
     wanted = wandb_figures(run, 2)
     assert {name: row[name] for name in wanted} == pytest.approx(wanted)
-    assert "<title>Step 2, run" in pages(items)["step-2"]
+    assert "<title>Step 2 of run" in pages(items)["step-2"]
 
 
 @pytest.mark.usefixtures("offline")
@@ -192,7 +192,7 @@ def test_wandb_has_them_in_the_trainings_run_and_leaves_its_steps_alone(tmp_path
     for step, row in zip((2, 3), rows(items), strict=False):
         wanted = wandb_figures(run, step)
         assert {name: row[name] for name in wanted} == pytest.approx(wanted)
-    assert ["<title>Step 2, run" in page for page in pages(items).values()] == [True, False]
+    assert ["<title>Step 2 of run" in page for page in pages(items).values()] == [True, False]
     assert list(pages(items)) == ["step-2", "step-3"]
     axes = [record.metric for record in items if record.WhichOneof("record_type") == "metric"]
     assert {(axis.glob_name, axis.step_metric) for axis in axes} == {("stepscope/*", "stepscope/step")}
@@ -280,7 +280,7 @@ def test_mlflow_has_them_in_its_own_or_the_trainings_run(
     pages = client.list_artifacts(training_run.info.run_id, "stepscope")
     assert [page.path for page in pages] == ["stepscope/step_000002.html", "stepscope/step_000003.html"]
     kept = Path(client.download_artifacts(training_run.info.run_id, pages[0].path, str(tmp_path)))
-    assert "<title>Step 2, run" in kept.read_text()
+    assert "<title>Step 2 of run" in kept.read_text()
 
 
 @contextmanager

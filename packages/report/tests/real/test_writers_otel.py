@@ -158,10 +158,8 @@ class ByProtobuf(SpanExporter):  # type: ignore[misc]  # not installed where myp
         return SpanExportResult.SUCCESS
 
 
-@pytest.mark.parametrize("exporter", [by_json_file, ByProtobuf])
-def test_spans_that_the_sdk_writes_to_a_file_hang_below_our_turn(
-    config: ProfileConfig, exporter: Callable[[Path], SpanExporter]
-) -> None:
+def a_tools_step(config: ProfileConfig, exporter: Callable[[Path], SpanExporter]) -> Timeline:
+    """Return a step whose turn called a tool, of which the SDK wrote a span."""
     folder = RunLayout(config.save_path).otel
     folder.mkdir(parents=True)
     provider = TracerProvider(
@@ -174,7 +172,18 @@ def test_spans_that_the_sdk_writes_to_a_file_hang_below_our_turn(
         with tracer.start_as_current_span("execute_tool add", context=PROPAGATOR.extract(carrier())) as tool:
             tool.set_attributes({"gen_ai.tool.name": "add", "gen_ai.tool.call.arguments": "a secret"})
     provider.shutdown()
-    _, timeline = a_reported_step(config)
+    return a_reported_step(config)[1]
+
+
+def test_spans_in_protobufs_own_json_are_named_as_left_out(config: ProfileConfig) -> None:
+    """OTLP's JSON has hexadecimal ids, protobuf's has base64."""
+    timeline = a_tools_step(config, ByProtobuf)
+    assert {span.stage for span in timeline.spans} == {"trajectory", "turn"}
+    assert any("not 32 hexadecimal digits" in problem.what for problem in timeline.problems)
+
+
+def test_spans_that_the_sdk_writes_to_a_file_hang_below_our_turn(config: ProfileConfig) -> None:
+    timeline = a_tools_step(config, by_json_file)
     (tool,) = (span for span in timeline.spans if span.stage == "execute_tool add")
     assert timeline.problems == ()
     assert tool.parent is not None
