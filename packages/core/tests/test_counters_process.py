@@ -59,7 +59,7 @@ def test_the_cpu_counter_is_what_the_kernel_bills_the_process() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel has no sched-stats")
 def test_the_waits_of_a_thread_are_those_that_the_kernel_tells_it() -> None:
-    """It shares one core with a process that is as busy, so that it waits for about half of the time."""
+    """The thread shares one core with a process that is as busy, so it waits for about half of the time."""
     source, told, ended = ThreadCoreWait(), list[float](), list[int]()
 
     def waited_ns() -> int:

@@ -150,6 +150,16 @@ class _HitRate(_Metric):
         return dict.fromkeys(self._metrics.values(PREFIX_QUERIES), rate)
 
 
+class Collected:
+    """Metric families in the form of a Prometheus registry, for `prometheus_client.generate_latest`."""
+
+    def __init__(self, families: Iterable[object]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[object]:
+        return self._families
+
+
 def read_page(
     page: str, names: Mapping[str, str], *, percents: Iterable[str] = (KV_CACHE, HITS)
 ) -> dict[str, float]:

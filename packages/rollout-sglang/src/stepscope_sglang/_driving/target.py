@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -160,18 +160,8 @@ def counters_here(pids: Collection[int] | None) -> dict[str, float]:
         for file in Path(os.environ[_FOLDER]).glob("*.db")
         if pids is None or int(file.stem.rpartition("_")[2]) in pids
     ]
-    merged = _Merged(multiprocess.MultiProcessCollector.merge(files))
+    merged = metrics.Collected(multiprocess.MultiProcessCollector.merge(files))
     return counters(client.generate_latest(merged).decode())
-
-
-class _Merged:
-    """Metrics merged from files, with the interface of a Prometheus registry."""
-
-    def __init__(self, metrics: Iterable[Any]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Any]:
-        return self._metrics
 
 
 def counters_of(server: Server) -> dict[str, float]:

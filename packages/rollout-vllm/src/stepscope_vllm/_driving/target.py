@@ -105,7 +105,8 @@ def _page_of(engine: object, names: Iterable[str]) -> str:
         return ""
     loggers = getattr(getattr(inner, "logger_manager", None), "stat_loggers", ())
     own = [metric for logger in loggers for metric in _metrics_in(getattr(logger, "__dict__", {}), names)]
-    registry = _Collected(own) if own else client.REGISTRY.restricted_registry(list(names))
+    families = (family for metric in own for family in metric.collect())
+    registry = metrics.Collected(families) if own else client.REGISTRY.restricted_registry(list(names))
     page: bytes = client.generate_latest(registry)
     return page.decode()
 
@@ -119,16 +120,6 @@ def _metrics_in(held: object, names: Iterable[str]) -> Iterator[Any]:
             yield from _metrics_in(value, names)
     elif hasattr(held, "collect") and any(name.startswith(getattr(held, "_name", "")) for name in names):
         yield held
-
-
-class _Collected:
-    """Metrics in the form of a Prometheus registry."""
-
-    def __init__(self, metrics: Iterable[Any]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Any]:
-        return (family for metric in self._metrics for family in metric.collect())
 
 
 def unfinished(engine: object) -> dict[str, float]:
