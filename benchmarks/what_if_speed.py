@@ -13,9 +13,9 @@ from _measure import arguments, header, table, verdict
 
 from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import load_step
+from stepscope_report.whatif import Call, Phase, Trajectory
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.curve import Curve
-from stepscope_report.whatif.model import Call, Phase, Trajectory
 from stepscope_report.whatif.prediction import Predicting
 from stepscope_report.whatif.replay import Rules, replay
 

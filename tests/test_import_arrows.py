@@ -40,7 +40,7 @@ TABLES = {
         "spans",
         "table",
     ),
-    *("model", "section", "sections", "report", "advice", "whatif", "diff", "gate"),
+    *("model", "sections", "report", "advice", "whatif", "diff", "gate"),
     *(
         "groups",
         "live",
@@ -52,7 +52,7 @@ TABLES = {
         "why",
         "formatting",
     ),
-    *("block", "brief", "charts", "html", "terminal", "terminal_blocks", "__init__"),
+    *("brief", "charts", "html", "terminal", "terminal_blocks", "__init__"),
 }
 """Parts of the report that compute tables, and draw them."""
 REPORT_ARROWS = {

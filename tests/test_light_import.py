@@ -128,14 +128,14 @@ def test_figures_after_a_capture_need_no_command(tmp_path: Path) -> None:
     outcome = without_command(
         """
 from stepscope.testing.steps import StepFolder
-from stepscope_report.writers import publish
+from stepscope_report import writers
 
 folder = StepFolder(sys.argv[1], step=2, run_id="run1")
 driver = folder.process("trainer", owner=True)
 driver.span("rollout", 0, 8_000_000)
 driver.close(10_000_000)
 folder.write()
-print(publish.main(sys.argv[1], "2", "run1", ""))
+print(writers.main(sys.argv[1], "2", "run1", ""))
 """,
         str(tmp_path / "run"),
     )

@@ -27,9 +27,9 @@ NEEDED = {
     "nsys": ("nvtx",),
     "mcp": ("mcp",),
     "parquet": ("pyarrow.parquet",),
-    "tensorboard": ("stepscope_report.writers.tensorboard",),
-    "wandb": ("stepscope_report.writers.wandb",),
-    "mlflow": ("stepscope_report.writers.mlflow",),
+    "tensorboard": ("tensorboard.summary",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow.tracking",),
     "otel": ("stepscope_report.writers.otel",),
 }
 """{extra: modules that the extra makes importable}. The extra `all` is all of these."""

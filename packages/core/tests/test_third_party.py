@@ -109,7 +109,7 @@ def test_a_report_has_the_installed_section(report: dict[str, Any]) -> None:
 
 def test_doctor_compares_the_engine_with_the_adapters_range(installed: Path) -> None:
     code = (
-        "from stepscope_report.doctor.examine import engines\n"
+        "from stepscope_report.cli.doctor import engines\n"
         "print([(row.state, row.found) for row in engines() if row.subject == 'toy'])"
     )
     assert "msgspec 0.1 to 0.2" in python(installed, "-c", code)

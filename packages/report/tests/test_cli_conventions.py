@@ -14,8 +14,8 @@ from typer.main import get_command
 from packages.report.tests.commands import Command
 from stepscope.errors import BackendError
 from stepscope.testing.steps import StepFolder
+from stepscope_report.cli import analyse
 from stepscope_report.cli.app import app, run
-from stepscope_report.timeline import analysers
 
 MS = 1_000_000
 
@@ -161,8 +161,7 @@ class Raw:
 
 @pytest.fixture
 def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(analysers, "installed", lambda: ["raw"])
-    monkeypatch.setattr(analysers, "load", lambda point: Raw())
+    monkeypatch.setattr(analyse, "installed_analysers", lambda: [Raw()])
     made = StepFolder(tmp_path)
     made.process("actor", 0, owner=True).close(1000)
     root = made.write()
@@ -187,5 +186,5 @@ def test_one_that_fails_is_named_and_the_others_go_on(step: Path, command: Comma
 def test_without_an_analyser_it_says_what_to_install(
     step: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    monkeypatch.setattr(analysers, "installed", list)
+    monkeypatch.setattr(analyse, "installed_analysers", list)
     assert "install 'stepscope[npu]'" in command("analyse", step, code=2).err

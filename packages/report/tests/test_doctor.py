@@ -24,13 +24,16 @@ from hypothesis import strategies as st
 
 from packages.report.tests.commands import Command
 from stepscope.config import ProfileConfig
-from stepscope_report.doctor import Row, examine, libraries, machine
+from stepscope_report import doctor as machine
+from stepscope_report.cli import doctor as command
+from stepscope_report.cli.doctor import GROUP, clock_row, engines, examine, nodes
+from stepscope_report.doctor import Row, libraries
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def rows_of(config: Path | None = None) -> dict[str, Row]:
-    return {row.subject: row for row in examine.examine(config)}
+    return {row.subject: row for row in examine(config)}
 
 
 def test_a_red_row_without_a_fix_is_no_row() -> None:
@@ -60,7 +63,7 @@ def test_on_this_machine_it_names_what_is_installed() -> None:
 def test_each_thing_that_is_wrong_with_the_configuration_has_a_row(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("steps: soon\nmode: quick\n")
-    rows = [row for row in examine.examine(path) if row.subject == "configuration"]
+    rows = [row for row in examine(path) if row.subject == "configuration"]
     assert [row.found.partition(" ")[0] for row in rows] == ["steps", "mode"]
     assert all(row.state == "red" and row.fix for row in rows)
 
@@ -97,7 +100,7 @@ def test_a_wrong_setting_does_not_hide_that_the_save_path_of_the_file_is_wrong_t
     wrong.write_text(f"steps: [a]\nsave_path: {tmp_path}/file/out\n")
 
     def row_of(file: Path) -> tuple[str, bool]:
-        (row,) = [row for row in examine.examine(file) if row.subject == "save_path"]
+        (row,) = [row for row in examine(file) if row.subject == "save_path"]
         return row.state, str(tmp_path) in row.found
 
     assert row_of(wrong) == ("red", True)
@@ -262,9 +265,9 @@ def test_an_engine_is_compared_with_the_range_of_its_adapter(
     version: str | None, state: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = adapter_in(tmp_path, monkeypatch, f"{__name__}:engine_of_mine")
-    monkeypatch.setattr(examine, "installed", {"mine-cpu": version}.get)
-    monkeypatch.setattr(examine, "entry_points", lambda group: [point])
-    row = next(row for row in examine.engines() if row.subject == "mine")
+    monkeypatch.setattr(command, "installed", {"mine-cpu": version}.get)
+    monkeypatch.setattr(command, "entry_points", lambda group: [point])
+    row = next(row for row in engines() if row.subject == "mine")
     assert row.state == state
     assert finding in row.found
     assert row.fix or state not in ("red", "amber")
@@ -273,14 +276,14 @@ def test_an_engine_is_compared_with_the_range_of_its_adapter(
 def test_an_engine_without_an_adapter_that_works_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "entry_points", lambda group: ())
-    monkeypatch.setattr(examine, "find_spec", lambda name: object() if name == "vllm" else None)
-    rows = {row.subject: row for row in examine.engines()}
+    monkeypatch.setattr(command, "entry_points", lambda group: ())
+    monkeypatch.setattr(command, "find_spec", lambda name: object() if name == "vllm" else None)
+    rows = {row.subject: row for row in engines()}
     assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
     assert "'stepscope[vllm]'" in str(rows["vllm"].fix)
     point = adapter_in(tmp_path, monkeypatch, "nowhere_at_all:factory")
-    monkeypatch.setattr(examine, "entry_points", lambda group: [point])
-    row = {row.subject: row for row in examine.engines()}["mine"]
+    monkeypatch.setattr(command, "entry_points", lambda group: [point])
+    row = {row.subject: row for row in engines()}["mine"]
     assert (row.state, "nowhere_at_all" in str(row.fix)) == ("red", True)
 
 
@@ -439,7 +442,7 @@ def test_no_surroundings_end_it_and_each_trouble_has_a_fix(around: dict[str, Any
                 (info / "entry_points.txt").write_bytes(points)
         patch.syspath_prepend(folder)
         file = None if around["config"] is None else folder / "config.yaml"
-        rows = list(examine.examine(file))
+        rows = list(examine(file))
         assert [row for row in rows if row.state in ("red", "amber") and not row.fix] == []
         assert [row for row in rows if "the check failed" in row.found] == []
         assert {"python", "stepscope", "configuration", "save_path", "nsys"} <= {row.subject for row in rows}
@@ -461,13 +464,13 @@ def put(path: Path, content: bytes | None) -> None:
 @pytest.mark.usefixtures("without_torch")
 def test_a_package_adds_its_rows_and_one_that_raises_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint(name="broken", value="nowhere_at_all:rows", group=examine.GROUP),
-        EntryPoint(name="mine", value=f"{__name__}:rows_of_mine", group=examine.GROUP),
+        EntryPoint(name="broken", value="nowhere_at_all:rows", group=GROUP),
+        EntryPoint(name="mine", value=f"{__name__}:rows_of_mine", group=GROUP),
     ]
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     entry_points = machine.entry_points
     monkeypatch.setattr(
-        machine, "entry_points", lambda group: points if group == examine.GROUP else entry_points(group)
+        machine, "entry_points", lambda group: points if group == GROUP else entry_points(group)
     )
     rows = rows_of()
     assert rows["broken"].state == "red"
@@ -480,15 +483,15 @@ def test_a_package_adds_its_rows_and_one_that_raises_hides_no_other(monkeypatch:
 def test_a_torch_npu_that_is_absent_is_red_where_the_tool_is_npu(
     tool: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = EntryPoint(name="npu", value=f"{__name__}:rows_of_npu", group=examine.GROUP)
+    point = EntryPoint(name="npu", value=f"{__name__}:rows_of_npu", group=GROUP)
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     npu = EntryPoint(name="npu", value="stepscope_npu:NpuBackend", group="stepscope.backends")
-    points = {examine.GROUP: [point], "stepscope.backends": [npu]}
+    points = {GROUP: [point], "stepscope.backends": [npu]}
     entry_points = machine.entry_points
     monkeypatch.setattr(machine, "entry_points", lambda group: [*points.get(group, []), *entry_points(group)])
     path = tmp_path / "c.yaml"
     path.write_text(f"tool: {tool}\nsteps: [1]\n")
-    row = next(row for row in examine.examine(path) if row.subject == "torch_npu")
+    row = next(row for row in examine(path) if row.subject == "torch_npu")
     assert row.state == state
     assert ("install torch-npu" in str(row.fix)) == (state == "red")
 
@@ -507,13 +510,13 @@ def rows_of_mine() -> list[Row]:
 @pytest.mark.needs("ray")
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_clock_of_a_node_is_measured() -> None:
-    summary, node = examine.nodes("auto")
+    summary, node = nodes("auto")
     assert (summary.state, summary.found) == ("green", "1 node(s) at auto")
     assert node.state == "green"
     assert re.search(r"clock [+-]\d+\.\d+ ms .* within \d", node.found)
 
 
 def test_a_clock_that_is_far_off_is_noted_with_its_uncertainty() -> None:
-    row = examine._clock("node a", (11_560_000_000, 200_000))
+    row = clock_row("node a", (11_560_000_000, 200_000))
     assert row.state == "amber"
     assert re.search(r"clock \+11560\.000 ms .* 0\.200 ms", row.found)

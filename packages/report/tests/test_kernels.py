@@ -30,7 +30,7 @@ from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import read_trace
 from stepscope_report.timeline.activity.event_names import iteration_of, work_of
 from stepscope_report.timeline.activity.intervals import CHUNK, Cover, length
-from stepscope_report.timeline.clocks.align import NOT_NEAR
+from stepscope_report.timeline.clocks import NOT_NEAR
 
 
 def read(tmp_path: Path, events: list[Any], **fields: Any) -> TraceContent:

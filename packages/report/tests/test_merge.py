@@ -30,7 +30,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.cli.app import app
 from stepscope_report.timeline import Merged, Selection, load_step, merge_step
-from stepscope_report.timeline.clocks.align import MARGIN_NS
+from stepscope_report.timeline.clocks import MARGIN_NS
 from stepscope_report.timeline.merge.write import TimelineFile
 
 MS = 1_000_000

@@ -16,7 +16,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.timeline import Merged, merge_step
-from stepscope_report.timeline.clocks.align import NOT_NEAR
+from stepscope_report.timeline.clocks import NOT_NEAR
 
 MS = 1_000_000
 AT_US = OPENED_NS // 1000

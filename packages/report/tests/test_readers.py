@@ -26,7 +26,7 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, Selection, load_step, load_traces, merge_step
 from stepscope_report.timeline.activity.traces import place_traces, read_all
-from stepscope_report.timeline.clocks.align import NOT_NEAR
+from stepscope_report.timeline.clocks import NOT_NEAR
 from stepscope_report.timeline.readers import (
     Claim,
     Counter,

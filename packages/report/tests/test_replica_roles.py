@@ -13,7 +13,7 @@ import pytest
 
 from packages.report.tests.steps import close
 from stepscope.testing.steps import StepFolder
-from stepscope_report.advice.evidence import Advice
+from stepscope_report.advice import Advice
 from stepscope_report.model import StepReport
 from stepscope_report.report import step_report
 from stepscope_report.sections.breakdown import step_breakdown

@@ -14,7 +14,7 @@ from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import Advice, Table, step_health, step_report
-from stepscope_report.advice.evidence import Evidence
+from stepscope_report.advice import Evidence
 from stepscope_report.sections.advice import step_advice
 from stepscope_report.sections.health import say_other
 from stepscope_report.sections.long_tail import Late

@@ -13,11 +13,11 @@ from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Absent
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
-from stepscope_report.html.page import colour_of
+from stepscope_report.html import colour_of
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import DOCS, WORDS, legend_of_words, render_step
 from stepscope_report.html.timecharts import ticks
-from stepscope_report.section import StepFile
+from stepscope_report.sections import StepFile
 from stepscope_report.timeline import load_step, load_traces
 from tests.tree import ROOT
 

@@ -13,13 +13,13 @@ from packages.report.tests.traces import add_trace, kernel, memory
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES
 from stepscope.testing.steps import StepFolder
 from stepscope_report import step_report
-from stepscope_report.block import TextTable
 from stepscope_report.groups import group_spans
 from stepscope_report.html.step_page import render_step
 from stepscope_report.model import StepReport
 from stepscope_report.sections.counters import BARS
 from stepscope_report.sections.counters import ROWS as COUNTERS
 from stepscope_report.sections.operators import DRAWN, trace_blocks
+from stepscope_report.table import TextTable
 from stepscope_report.timeline import Timeline, load_step, load_traces
 
 MS = 1_000_000

@@ -20,9 +20,9 @@ from tests.tree import ROOT
 
 TOY = """
 import msgspec
-from stepscope_report.block import Paragraph, TextTable
-from stepscope_report.html.page import tag
-from stepscope_report.section import Section
+from stepscope_report.table import Paragraph, TextTable
+from stepscope_report.html import tag
+from stepscope_report.sections import Section
 from stepscope_report.report import HEALTH
 
 def count_spans(sources):

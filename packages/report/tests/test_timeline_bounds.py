@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset, Exchange, estimate_offset
 from stepscope.files.sidecar import ProcessInfo
-from stepscope_report.timeline.clocks.align import Aligned, Band, Line, Reference, align, align_owner
+from stepscope_report.timeline.clocks import Aligned, Band, Line, Reference, align, align_owner
 from stepscope_report.timeline.model import Process
 from stepscope_report.timeline.step.rows import offset_at
 

@@ -17,9 +17,9 @@ from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
 from stepscope.integrations.verl import MetricsLog
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report, to_scalars
-from stepscope_report.block import TextTable
 from stepscope_report.html.step_page import render_step
 from stepscope_report.sections.metrics import metrics_blocks
+from stepscope_report.table import TextTable
 from stepscope_report.timeline import load_step
 
 VALUES = {"perf/mfu": 0.1, "timing_s/gen": 4.03, "critic/score/mean": 0.5, "critic/score/max": 1.0}

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
+from stepscope_report.whatif import Call, CallKind, Phase, Trajectory, tool_pool, trajectories_at_once
 from stepscope_report.whatif.curve import Curve, Flight, fit
-from stepscope_report.whatif.model import Call, CallKind, Phase, Trajectory, tool_pool, trajectories_at_once
 from stepscope_report.whatif.replay import Rules, replay
 
 SATURATED = Curve(((1.0, 1.0), (100.0, 1.0)))

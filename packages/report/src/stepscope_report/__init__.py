@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepscope_report.advice.evidence import Advice, Evidence, SettingChange
+    from stepscope_report.advice import Advice, Evidence, SettingChange
     from stepscope_report.model import StepReport, to_scalars
     from stepscope_report.opened import OpenRun, OpenStep, OpenTraces, open  # noqa: A004  # read as `stepscope_report.open`
     from stepscope_report.report import step_report
@@ -140,7 +140,7 @@ __all__ = [
 ]
 
 _WHERE = {
-    "advice.evidence": "Advice Evidence SettingChange",
+    "advice": "Advice Evidence SettingChange",
     "model": "StepReport to_scalars",
     "opened": "OpenRun OpenStep OpenTraces open",
     "report": "step_report",

@@ -15,7 +15,7 @@ from shlex import quote
 
 import msgspec
 
-from stepscope_report.advice.evidence import Advice
+from stepscope_report.advice import Advice
 from stepscope_report.formatting import count, duration, moment, percent_of, percents, plain
 from stepscope_report.model import StepReport
 from stepscope_report.sections.advice import savings, say_change

@@ -12,10 +12,10 @@ import msgspec
 
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, PROFILING
 from stepscope_report.accounting import clipped, rank_of, union_ns
-from stepscope_report.block import TextTable
 from stepscope_report.formatting import duration, percent_of
-from stepscope_report.html.page import Html, section, table, tag
+from stepscope_report.html import Html, section, table, tag
 from stepscope_report.spans import is_tool, placed
+from stepscope_report.table import TextTable
 from stepscope_report.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope_report.advice.evidence import Advice
-from stepscope_report.block import Block, Paragraph
+from stepscope_report.advice import Advice
 from stepscope_report.sections.baseline import Baseline
 from stepscope_report.sections.batches import Batches
 from stepscope_report.sections.breakdown import Breakdown
@@ -31,7 +30,7 @@ from stepscope_report.sections.staleness import Staleness
 from stepscope_report.sections.throughput import Throughput
 from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.sections.weight_sync import WeightSync
-from stepscope_report.table import grouped
+from stepscope_report.table import Block, Paragraph, grouped
 
 
 class AddedSection(msgspec.Struct, frozen=True, kw_only=True):

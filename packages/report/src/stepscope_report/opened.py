@@ -14,7 +14,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.run import steps_of_run
 from stepscope.files.values import AttrValue
-from stepscope_report.advice.evidence import Advice
+from stepscope_report.advice import Advice
 from stepscope_report.brief import Briefed, Part, run_brief
 from stepscope_report.formatting import numbers
 from stepscope_report.model import StepReport

@@ -11,17 +11,16 @@ from typing import Any
 
 import msgspec
 
-from stepscope_report.advice.evidence import Advice
+from stepscope_report.advice import Advice
 from stepscope_report.advice.traces import TraceEvidence, trace_advice
-from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.brief import Part, engine_lines
 from stepscope_report.diff import Change, Diff, Figures, Side
 from stepscope_report.formatting import count, duration, few, moment
 from stepscope_report.gate import STEP, GateSteps
-from stepscope_report.html.page import Colours, draw_section, page, tag
+from stepscope_report.html import Colours, draw_section, page, tag
 from stepscope_report.model import StepReport
 from stepscope_report.report import step_report
-from stepscope_report.section import Page, Section
+from stepscope_report.sections import Page, Section
 from stepscope_report.sections.advice import advice_blocks, draw_advice, savings
 from stepscope_report.sections.collectives import COLLECTIVES, CollectiveRow
 from stepscope_report.sections.engines import ENGINES, Engine
@@ -40,8 +39,9 @@ from stepscope_report.sections.operators import (
 )
 from stepscope_report.sections.profiler_steps import ProfilerStepRow
 from stepscope_report.sections.throughput import THROUGHPUT, Throughput
+from stepscope_report.table import Block, Listing, TextTable
 from stepscope_report.timeline.activity.traces import place_traces
-from stepscope_report.timeline.clocks.align import is_wall
+from stepscope_report.timeline.clocks import is_wall
 from stepscope_report.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, COLLECTIVES, ENGINES, THROUGHPUT, TRACES)

@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import count
-from stepscope_report.html.page import Html, draw_section
+from stepscope_report.html import Html, draw_section
 from stepscope_report.model import AddedSection, StepReport
 from stepscope_report.near import NearStep
-from stepscope_report.section import RECORD, Page, Section, Sources
+from stepscope_report.sections import RECORD, Page, Section, Sources
 from stepscope_report.sections.advice import ADVICE
 from stepscope_report.sections.baseline import BASELINE, COMPARED
 from stepscope_report.sections.batches import BATCHES
@@ -43,6 +42,7 @@ from stepscope_report.sections.staleness import STALENESS
 from stepscope_report.sections.throughput import THROUGHPUT
 from stepscope_report.sections.vain_waits import VAIN_WAITS
 from stepscope_report.sections.weight_sync import WEIGHT_SYNC
+from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Timeline, Traces
 
 SECTIONS: tuple[Section[Any], ...] = (

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepscope_report.block import Block, Listing, Remarks, TextTable
 from stepscope_report.formatting import LISTED, count, plain
+from stepscope_report.table import Block, Listing, Remarks, TextTable
 
 _SHARE = re.compile(r" (\S+ %)$")
 ROWS = 2 * LISTED

@@ -25,8 +25,8 @@ from stepscope.files.trace_context import parse_traceparent
 from stepscope_report import step_report, to_scalars
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.timeline.sources import read_spans
+from stepscope_report.writers import ReportedStep
 from stepscope_report.writers.otel import send
-from stepscope_report.writers.publish import ReportedStep
 
 PROPAGATOR = TraceContextTextMapPropagator()
 

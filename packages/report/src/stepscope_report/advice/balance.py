@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepscope_report.advice.evidence import Advice, Evidence, SettingChange
+from stepscope_report.advice import Advice, Evidence, SettingChange
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration
 from stepscope_report.sections.stages import Share, Stage

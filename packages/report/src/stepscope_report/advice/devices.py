@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepscope.files.counters import GC, KV_CACHE, PREEMPTIONS
-from stepscope_report.advice.evidence import FULL, Advice, Evidence, percentage_of, share_of_step
+from stepscope_report.advice import FULL, Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, size
 from stepscope_report.sections.counters import CounterRow

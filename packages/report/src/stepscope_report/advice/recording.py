@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope_report.advice.evidence import (
+from stepscope_report.advice import (
     Advice,
     Evidence,
     Profiled,

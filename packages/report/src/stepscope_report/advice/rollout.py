@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
-from stepscope_report.advice.evidence import FULL, Advice, Evidence, percentage_of, share_of_step
+from stepscope_report.advice import FULL, Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.recording import is_stalled
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, few

@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from stepscope_report.advice.evidence import Advice, percentage_of
+from stepscope_report.advice import Advice, percentage_of
 from stepscope_report.formatting import count, duration, few, size
 from stepscope_report.sections.gaps import REMEDIES, GapRow
 from stepscope_report.sections.labels import LabelRow

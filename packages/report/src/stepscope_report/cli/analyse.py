@@ -1,9 +1,16 @@
-"""`stepscope analyse`: makes raw recordings readable on a machine that has the profiler's own tools."""
+"""`stepscope analyse`: makes raw recordings readable on a machine that has the profiler's own tools.
+
+Some profilers leave raw data that only their vendor's tool can read, on a machine with this tool. An entry
+point of the group `stepscope.analysers` names a class (or function) that is called without arguments and
+returns an `Analyser`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, cast
 
 import typer
 
@@ -11,7 +18,33 @@ from stepscope.errors import StepscopeError
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_steps
-from stepscope_report.timeline import analysers
+
+GROUP = "stepscope.analysers"
+
+
+class Analyser(Protocol):
+    """Analyses one kind of recording, in a separate process."""
+
+    name: str
+    """The name in messages."""
+
+    def waiting(self, folder: Path) -> list[Path]:
+        """Return the recordings below `folder` that are not analysed yet, in order."""
+        ...
+
+    def analyse(self, recording: Path, timeout_s: float) -> str:
+        """Analyse one recording and describe the result in words.
+
+        Raises:
+            StepscopeError: the analysis failed, or took longer than `timeout_s`. The recording is unchanged.
+        """
+        ...
+
+
+def installed_analysers() -> list[Analyser]:
+    """Return all installed analysers, by name."""
+    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return [cast(Callable[[], Analyser], point.load())() for point in points]
 
 
 def analyse(
@@ -22,7 +55,7 @@ def analyse(
     ] = 3600,
 ) -> None:
     """Make raw recordings (of NPUs) readable, on a machine that has the profiler's own tools."""
-    installed = [analysers.load(point) for point in analysers.installed()]
+    installed = installed_analysers()
     if not installed:
         raise CommandError("no installed package analyses recordings: pip install 'stepscope[npu]'")
     roots = [layout.root for layout in find_steps(path, step)]

@@ -29,7 +29,7 @@ from stepscope_report.cli.find import STEPS_HELP, find_of_run, is_step
 from stepscope_report.formatting import count, size
 from stepscope_report.opened import ROWS, OpenStep
 from stepscope_report.table import Rows, Table
-from stepscope_report.writers.publish import ReportWriter, load_writers, outcomes, publish_step
+from stepscope_report.writers import ReportWriter, load_writers, outcomes, publish_step
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):

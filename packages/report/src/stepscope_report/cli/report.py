@@ -36,7 +36,7 @@ from stepscope_report.groups import ALWAYS, Grouping, attributes_of, group_spans
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
-from stepscope_report.section import StepFile
+from stepscope_report.sections import StepFile
 from stepscope_report.terminal import render, render_changes, render_overview, render_short
 from stepscope_report.terminal_blocks import draw, markdown_table
 from stepscope_report.timeline import Timeline, Traces, bytes_to_read, load_step, load_traces, span_bytes

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.engines.supported import numbers
-from stepscope_report.doctor.machine import DAMAGED, Row, absent, amber, damaged, green, installed, red
+from stepscope_report.doctor import DAMAGED, Row, absent, amber, damaged, green, installed, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Variables that are set in a process which a tool of NVIDIA records from outside."""

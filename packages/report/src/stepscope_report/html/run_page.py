@@ -12,7 +12,7 @@ import msgspec
 from stepscope_report.accounting import Label
 from stepscope_report.diff import Change, diff
 from stepscope_report.formatting import both, count, duration, middle, percentage, signed
-from stepscope_report.html.page import (
+from stepscope_report.html import (
     Colours,
     Html,
     join,

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import count, duration, moment, percentage, percents
 from stepscope_report.groups import choices_of, draw_groups
-from stepscope_report.html.page import Colours, Html, first_section, page, section, tag
+from stepscope_report.html import Colours, Html, first_section, page, section, tag
 from stepscope_report.model import StepReport
 from stepscope_report.report import SECTIONS, pages_of
-from stepscope_report.section import GROUPS, OVERVIEW, RECORD, Page, StepFile
+from stepscope_report.sections import GROUPS, OVERVIEW, RECORD, Page, StepFile
 from stepscope_report.sections.baseline import say_beside, say_usual
 from stepscope_report.sections.breakdown import draw_when
 from stepscope_report.sections.health import (

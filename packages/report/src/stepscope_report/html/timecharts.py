@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope_report.charts import Flight, Gantt, Group, Lanes, Mark, Row
 from stepscope_report.formatting import count, duration
-from stepscope_report.html.page import Colours, Html, join, legend, percent, section, tag, text
+from stepscope_report.html import Colours, Html, join, legend, percent, section, tag, text
 
 LANE = 13
 """Height in pixels from which a lane shows names."""

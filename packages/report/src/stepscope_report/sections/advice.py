@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from stepscope_report.advice import (
+    Advice,
+    Evidence,
+    SettingChange,
+    step_demand,
+    step_profilers,
+    step_settings,
+)
 from stepscope_report.advice.balance import straggler, uneven_profiling
 from stepscope_report.advice.devices import (
     collectives,
@@ -18,14 +26,6 @@ from stepscope_report.advice.devices import (
     idle_device_of_tools,
     late_event_loop,
     memory_nearly_full,
-)
-from stepscope_report.advice.evidence import (
-    Advice,
-    Evidence,
-    SettingChange,
-    step_demand,
-    step_profilers,
-    step_settings,
 )
 from stepscope_report.advice.recording import (
     between_steps,
@@ -48,10 +48,9 @@ from stepscope_report.advice.rollout import (
     vain_wait,
     weight_sync,
 )
-from stepscope_report.block import Block, Remark, Remarks
 from stepscope_report.formatting import duration, percent_of
-from stepscope_report.html.page import EMPTY, Html, section, tag
-from stepscope_report.section import OVERVIEW, Section
+from stepscope_report.html import EMPTY, Html, section, tag
+from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
@@ -65,12 +64,12 @@ from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.operators import TRACES
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.vain_waits import VAIN_WAITS
-from stepscope_report.table import Table
+from stepscope_report.table import Block, Remark, Remarks, Table
 from stepscope_report.whatif.prediction import savings_of
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page, Sources
+    from stepscope_report.sections import Page, Sources
 
 
 Rule: TypeAlias = Callable[[Evidence], Advice | None]

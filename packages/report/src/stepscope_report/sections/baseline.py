@@ -9,7 +9,7 @@ import msgspec
 from stepscope.files.uncaptured import comparable
 from stepscope_report.accounting import rank_of
 from stepscope_report.formatting import count, duration, middle, numbers, percentage, signed
-from stepscope_report.section import Section
+from stepscope_report.sections import Section
 from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
 from stepscope_report.sections.health import is_truncated
 from stepscope_report.timeline import Timeline

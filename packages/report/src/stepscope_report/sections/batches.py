@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope_report.accounting import union_ns
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import count, duration, percent_of
-from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.sections import ROLLOUT, Section
 from stepscope_report.sections.requests import FEW
+from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import EnginePasses
 from stepscope_report.timeline.step.passes import linked_requests
+from stepscope_report.whatif import slots_of_passes
 from stepscope_report.whatif.curve import edges
-from stepscope_report.whatif.model import slots_of_passes
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport

@@ -14,7 +14,6 @@ import msgspec
 
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Interval, Label, Shares
-from stepscope_report.block import Block, TextTable
 from stepscope_report.charts import blend_short, draw_gantt
 from stepscope_report.division import (
     STALLED,
@@ -26,16 +25,17 @@ from stepscope_report.division import (
     work_of,
 )
 from stepscope_report.formatting import LISTED, count, duration, percent_of, percents
-from stepscope_report.html.page import Colours, Html, mark, section, swatched, table, tag
+from stepscope_report.html import Colours, Html, mark, section, swatched, table, tag
 from stepscope_report.html.timecharts import gantt
-from stepscope_report.section import OVERVIEW, Section
+from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.critical_path import path_marks
 from stepscope_report.spans import TRANSFER, is_transfer, label_of
+from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Timeline
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page
+    from stepscope_report.sections import Page
 
 _SHOWN_GAPS = 3
 """Number of gaps that are shown, the largest first."""

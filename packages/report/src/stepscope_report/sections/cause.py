@@ -23,7 +23,7 @@ from stepscope_report.accounting import Label, Pair, common_ns
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import Holds
 from stepscope_report.near import NearStep, is_longer, near_step, top_stages
-from stepscope_report.section import Section, Sources
+from stepscope_report.sections import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters

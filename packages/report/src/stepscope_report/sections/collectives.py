@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import duration, size
-from stepscope_report.section import DEVICES, Section
-from stepscope_report.table import Table
+from stepscope_report.sections import DEVICES, Section
+from stepscope_report.table import Block, Table, TextTable
 from stepscope_report.timeline import TraceActivity
 
 if TYPE_CHECKING:

@@ -27,18 +27,17 @@ from stepscope.files.counters import (
     CounterScope,
 )
 from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
-from stepscope_report.block import Block, TextTable
 from stepscope_report.charts import pick_of_each
 from stepscope_report.formatting import LISTED, count, duration, size
-from stepscope_report.html.page import Html, percent, section, table, tag
-from stepscope_report.section import DEVICES, Section
+from stepscope_report.html import Html, percent, section, table, tag
+from stepscope_report.sections import DEVICES, Section
 from stepscope_report.spans import is_tool, placed
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Counter, Span, Timeline
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page
+    from stepscope_report.sections import Page
 
 _CLOSE_NS = 10_000_000
 """Two times that are at most this far apart (10 ms) count as the same time. The time of a sample is taken

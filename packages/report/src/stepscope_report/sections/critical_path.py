@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope_report.accounting import Label
-from stepscope_report.block import Block, TextTable
 from stepscope_report.charts import Mark
 from stepscope_report.division import NOT_KNOWN
 from stepscope_report.formatting import duration, percents, turn
-from stepscope_report.html.page import Html, section, stacked, table
-from stepscope_report.section import OVERVIEW, Section
+from stepscope_report.html import Html, section, stacked, table
+from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.spans import MOVES_WEIGHTS, is_tool, label_of
 from stepscope_report.suspects import StepPath, step_path
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Span, Timeline
 from stepscope_report.timeline.critical_path import Piece, PieceKind, Replay
 from stepscope_report.timeline.step_graph import NOBODY, StepGraph
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page
+    from stepscope_report.sections import Page
 
 LEAST = 100
 """A stage's saving is computed if its calls have at least 1 / `LEAST` of the step on the path."""

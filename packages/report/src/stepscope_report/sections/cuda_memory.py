@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.files.cuda_memory import DeviceMemory
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import duration, size
-from stepscope_report.section import DEVICES, Section
-from stepscope_report.table import Table
+from stepscope_report.sections import DEVICES, Section
+from stepscope_report.table import Block, Table, TextTable
 from stepscope_report.timeline import Span, Timeline
 from stepscope_report.timeline.activity.traces import MemoryRecord
 

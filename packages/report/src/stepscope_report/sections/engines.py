@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 import msgspec
 
 from stepscope.files.spans import SERVED, WAITING
-from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.charts import pick
 from stepscope_report.formatting import LISTED, PROFILED, duration, few, percent_of, percents, starred
-from stepscope_report.html.page import (
+from stepscope_report.html import (
     EMPTY,
     Colours,
     Html,
@@ -31,13 +30,13 @@ from stepscope_report.html.page import (
 )
 from stepscope_report.html.timecharts import axis, zoomed
 from stepscope_report.replicas import Replica, find_replicas, mark_of
-from stepscope_report.section import ROLLOUT, Section
-from stepscope_report.table import Table
+from stepscope_report.sections import ROLLOUT, Section
+from stepscope_report.table import Block, Listing, Table, TextTable
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page, Sources
+    from stepscope_report.sections import Page, Sources
 
 BINS = 120
 """Number of equal time bins for which the mean load is drawn."""

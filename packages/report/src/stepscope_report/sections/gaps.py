@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import doubt, duration, percent_of, say_doubted
-from stepscope_report.section import DEVICES, Section
+from stepscope_report.sections import DEVICES, Section
 from stepscope_report.sections.operators import doubted_processes
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
 

@@ -20,7 +20,6 @@ from stepscope.files.manifest.records import (
     Recorded,
     State,
 )
-from stepscope_report.block import Block, Listing, Paragraph, TextTable
 from stepscope_report.formatting import (
     LISTED,
     count,
@@ -32,16 +31,16 @@ from stepscope_report.formatting import (
     starred,
     turn,
 )
-from stepscope_report.html.page import ROWS, Html, draw, section, table, tag
-from stepscope_report.section import Section, StepFile
-from stepscope_report.table import grouped
+from stepscope_report.html import ROWS, Html, draw, section, table, tag
+from stepscope_report.sections import Section, StepFile
+from stepscope_report.table import Block, Listing, Paragraph, TextTable, grouped
 from stepscope_report.timeline import FileProblem, ProcessClock, Span, Timeline
 from stepscope_report.timeline.model import doubts
 from stepscope_report.why import say_held
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page, Sources
+    from stepscope_report.sections import Page, Sources
 
 
 class SpanRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,24 +17,23 @@ import msgspec
 
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
-from stepscope_report.block import Block, TextTable
 from stepscope_report.charts import pick_of_each
 from stepscope_report.division import intervals_of
 from stepscope_report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
-from stepscope_report.html.page import Html, legend, section, stacked, table
+from stepscope_report.html import Html, legend, section, stacked, table
 from stepscope_report.replicas import find_replicas
-from stepscope_report.section import OVERVIEW, Section
+from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.breakdown import find_stretches
 from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
 from stepscope_report.stragglers import matched_calls, unseen_collectives
 from stepscope_report.suspects import StepPath, step_path
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import EngineStall, Span, Timeline, TraceActivity
 from stepscope_report.timeline.critical_path import Piece
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page
+    from stepscope_report.sections import Page
 
 IdleKind: TypeAlias = Literal[
     "rollout", "weight sync", "slowest rank", "other work", "own profiler", "not known"

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope_report.accounting import Label, clipped, rank_of, union_ns
-from stepscope_report.block import Block, TextTable
 from stepscope_report.charts import pack_trajectories
 from stepscope_report.division import STALLED, divide_spans
 from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, turn
-from stepscope_report.html.page import EMPTY, Colours, Html, percent, section, stacked, table, tag
+from stepscope_report.html import EMPTY, Colours, Html, percent, section, stacked, table, tag
 from stepscope_report.html.timecharts import lanes
-from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.sections import ROLLOUT, Section
 from stepscope_report.sections.requests import FEW, TurnTime, turn_times
 from stepscope_report.spans import ToolNames, is_tool, label_of, placed, title
-from stepscope_report.table import grouped
+from stepscope_report.table import Block, TextTable, grouped
 from stepscope_report.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page
+    from stepscope_report.sections import Page
 
 WORST = 10
 LAST = (10, 5, 1)

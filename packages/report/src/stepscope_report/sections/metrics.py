@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import count
-from stepscope_report.section import Section
+from stepscope_report.sections import Section
+from stepscope_report.table import Block, TextTable
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport

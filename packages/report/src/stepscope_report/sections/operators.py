@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from stepscope_report.accounting import rank_of
-from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.charts import pick
 from stepscope_report.formatting import LISTED, count, doubt, duration, percent_of, say_doubted, size
-from stepscope_report.html.page import ROWS, Html, draw, percent, section, stacked, table, tag
-from stepscope_report.section import DEVICES, Section
+from stepscope_report.html import ROWS, Html, draw, percent, section, stacked, table, tag
+from stepscope_report.sections import DEVICES, Section
 from stepscope_report.sections.profiler_steps import ProfilerStepRow, profiler_steps, step_tables
 from stepscope_report.stragglers import StragglerRow, stragglers
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Listing, Table, TextTable, grouped
 from stepscope_report.timeline import FileProblem, TraceActivity, Traces
 from stepscope_report.timeline.activity.doubts import LINKS
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page, Sources
+    from stepscope_report.sections import Page, Sources
 
 TOP = 20
 """Number of operators, of marks, and of kernels that a report keeps for each role."""

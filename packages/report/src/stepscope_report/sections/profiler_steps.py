@@ -7,9 +7,8 @@ from statistics import median
 
 import msgspec
 
-from stepscope_report.block import TextTable
 from stepscope_report.formatting import doubt, duration, say_doubted
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Table, TextTable, grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
 

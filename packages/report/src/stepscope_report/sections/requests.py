@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import percent_of
-from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.sections import ROLLOUT, Section
 from stepscope_report.sections.staleness import trained_under
 from stepscope_report.spans import MOVES_WEIGHTS, above
+from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Span, Timeline
 from stepscope_report.timeline.model import EnginePasses
 from stepscope_report.timeline.step.passes import (

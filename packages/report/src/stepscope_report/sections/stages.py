@@ -10,18 +10,17 @@ import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Pair, outside, rank_of, union_ns
-from stepscope_report.block import Block, TextTable
 from stepscope_report.charts import pick
 from stepscope_report.formatting import count, duration, middle, say_profiled, starred
-from stepscope_report.html.page import Colours, Html, section, table, tag
-from stepscope_report.section import PROCESSES, Section
+from stepscope_report.html import Colours, Html, section, table, tag
+from stepscope_report.sections import PROCESSES, Section
 from stepscope_report.spans import ReplicaKey, ToolNames, above, replica_of, title
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Page
+    from stepscope_report.sections import Page
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):

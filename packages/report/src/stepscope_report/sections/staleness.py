@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope_report.accounting import rank_of
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import count
-from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.sections import ROLLOUT, Section
 from stepscope_report.spans import MOVES_WEIGHTS
+from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Timeline
 
 if TYPE_CHECKING:

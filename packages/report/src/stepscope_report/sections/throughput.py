@@ -20,19 +20,18 @@ import msgspec
 from stepscope.files.counters import GENERATION_TOKENS
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Label, Pair, clipped, joined, union_ns
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import LISTED, count, duration
-from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.sections import ROLLOUT, Section
 from stepscope_report.sections.counters import COUNTERS, Counters
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.spans import ROLLOUT as ROLLOUT_ROLES
 from stepscope_report.spans import above, generates, is_of, label_of, placed, trains, whole
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Sources
+    from stepscope_report.sections import Sources
 
 _Worker: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
 """(host, pid, position in the parallel layout) of a worker."""

@@ -10,7 +10,7 @@ import msgspec
 from stepscope.files.spans import SEQUENCE
 from stepscope_report.accounting import Label, bits_of, walk
 from stepscope_report.division import WAITING, work_of
-from stepscope_report.section import Section
+from stepscope_report.sections import Section
 from stepscope_report.spans import ROLLOUT, label_of
 from stepscope_report.table import Table
 from stepscope_report.timeline import Timeline

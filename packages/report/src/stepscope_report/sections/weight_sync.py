@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from stepscope_report.accounting import Label, union_ns
-from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import duration, percents, size
-from stepscope_report.section import PROCESSES, Section
+from stepscope_report.sections import PROCESSES, Section
 from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
 from stepscope_report.sections.idle import IDLE, Idle
 from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER, above, label_of, placed
-from stepscope_report.table import Table, grouped
+from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
-    from stepscope_report.section import Sources
+    from stepscope_report.sections import Sources
 
 _Way: TypeAlias = "tuple[int, str, str, str | None]"
 """(process, role, stage, bucket) of a transfer. The bucket is None if the calls name none."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepscope_report.timeline.activity.content import Requests
     from stepscope_report.timeline.activity.traces import TraceActivity, Traces, load_traces
+    from stepscope_report.timeline.merge import Merged, MergedFile, MergedRow, Selection
     from stepscope_report.timeline.merge.merge import bytes_to_read, merge_step
-    from stepscope_report.timeline.merge.records import Merged, MergedFile, MergedRow, Selection
     from stepscope_report.timeline.model import (
         Alignment,
         Counter,
@@ -60,7 +60,7 @@ _WHERE = {
     "activity.traces": ("TraceActivity", "Traces", "load_traces"),
     "step.load": ("load_step", "span_bytes"),
     "merge.merge": ("bytes_to_read", "merge_step"),
-    "merge.records": ("Merged", "MergedFile", "MergedRow", "Selection"),
+    "merge": ("Merged", "MergedFile", "MergedRow", "Selection"),
     "model": (
         "Alignment",
         "Counter",

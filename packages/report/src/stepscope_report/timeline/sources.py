@@ -25,7 +25,7 @@ from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import RECENT_NS, CounterNow
 from stepscope.files.storage.reading import LONGEST_LINE, lines_of, open_file
-from stepscope_report.timeline.clocks.align import FARTHEST_NS, MARGIN_NS, NOT_NEAR, is_near
+from stepscope_report.timeline.clocks import FARTHEST_NS, MARGIN_NS, NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem
 
 _R = TypeVar("_R")

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.errors import ConfigError
-from stepscope_report.whatif.model import Rollout, Step, peak
+from stepscope_report.whatif import Rollout, Step, peak
 from stepscope_report.whatif.read import UNKNOWN
 
 Balance: TypeAlias = Literal["length", "load"]

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stepscope_report.timeline.model import EnginePasses
-from stepscope_report.whatif.model import Call
+from stepscope_report.whatif import Call
 
 _SINGLE = 4
 """Up to this number of requests, each number has a bin of its own."""

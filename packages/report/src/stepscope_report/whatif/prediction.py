@@ -32,9 +32,9 @@ import msgspec
 from stepscope.errors import ConfigError, RecordError
 from stepscope_report.formatting import duration
 from stepscope_report.timeline import Timeline
+from stepscope_report.whatif import Call, DriverStage, Step, Trajectory
 from stepscope_report.whatif.changes import Changes, Options, changes_of, kept
 from stepscope_report.whatif.curve import Curve, Flight, fit, speeds
-from stepscope_report.whatif.model import Call, DriverStage, Step, Trajectory
 from stepscope_report.whatif.read import read_step
 from stepscope_report.whatif.replay import Rules, assignment, replay
 

@@ -20,8 +20,7 @@ from stepscope_report.timeline.step.passes import (
     pass_of_rows,
     passes_of_requests,
 )
-from stepscope_report.whatif.curve import measured
-from stepscope_report.whatif.model import (
+from stepscope_report.whatif import (
     Call,
     CallKind,
     DriverStage,
@@ -35,6 +34,7 @@ from stepscope_report.whatif.model import (
     tool_pool,
     trajectories_at_once,
 )
+from stepscope_report.whatif.curve import measured
 
 _BESIDE = 0.03
 """Largest share of the step that the driver may spend in other stages while trajectories run."""

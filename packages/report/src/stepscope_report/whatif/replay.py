@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from stepscope_report.whatif import Call, Trajectory
 from stepscope_report.whatif.changes import Changes
 from stepscope_report.whatif.curve import Curve
-from stepscope_report.whatif.model import Call, Trajectory
 
 _NEVER = float("inf")
 

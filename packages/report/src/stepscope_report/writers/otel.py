@@ -32,7 +32,7 @@ from opentelemetry.trace import (
 
 from stepscope.files.trace_context import SpanIds, parse_traceparent, trace_id_of
 from stepscope_report.timeline import Process, Span, Timeline
-from stepscope_report.writers.publish import ReportedStep
+from stepscope_report.writers import ReportedStep
 
 MOST_SPANS = 10_000
 """Largest number of spans that are sent for a step. Of more, the shortest are left out, and the root span has

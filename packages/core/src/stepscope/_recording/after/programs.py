@@ -168,7 +168,7 @@ class Chores:
         session, finish = self._session, self._session.config.finish
         writers = ",".join(finish.report_to)
         figures = of_our_own(
-            "stepscope_report.writers.publish",
+            "stepscope_report.writers",
             session.config.save_path,
             str(session.step),
             session.run_id,

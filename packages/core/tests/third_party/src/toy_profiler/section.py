@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope_report.block import TextTable
-from stepscope_report.section import Section, Sources
+from stepscope_report.sections import Section, Sources
+from stepscope_report.table import TextTable
 
 
 def stages(sources: Sources) -> TextTable:

@@ -59,7 +59,7 @@ from stepscope_report.timeline.activity.nesting import (
     operator_key,
 )
 from stepscope_report.timeline.activity.ranges import BACKWARD, MODULE, Labels, ProfilerSteps
-from stepscope_report.timeline.clocks.align import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
+from stepscope_report.timeline.clocks import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.clocks.collectives import Call, calls_in, find
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
 from stepscope_report.timeline.readers.contract import Notes

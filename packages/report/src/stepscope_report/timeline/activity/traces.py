@@ -29,7 +29,7 @@ from stepscope_report.timeline.activity.content_reader import (
     starts,
 )
 from stepscope_report.timeline.activity.intervals import Pair
-from stepscope_report.timeline.clocks.align import NOT_NEAR, Hours, is_near, middle, wall_base
+from stepscope_report.timeline.clocks import NOT_NEAR, Hours, is_near, middle, wall_base
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import FileProblem, Timeline
 from stepscope_report.timeline.processes import Lost, files_elsewhere, results, size_of

@@ -23,7 +23,7 @@ from stepscope.files.clock import DRIFT_PPM
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope_report.timeline.clocks.align import (
+from stepscope_report.timeline.clocks import (
     REACH_NS,
     WANDER_PPM,
     Aligned,

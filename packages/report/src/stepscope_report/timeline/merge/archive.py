@@ -17,6 +17,7 @@ import msgspec
 
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import temporary
+from stepscope_report.timeline.merge import Selection
 from stepscope_report.timeline.merge.mapping import Place
 from stepscope_report.timeline.merge.merge import (
     EVERYTHING,
@@ -27,7 +28,6 @@ from stepscope_report.timeline.merge.merge import (
     read_inputs,
     write_plan,
 )
-from stepscope_report.timeline.merge.records import Selection
 from stepscope_report.timeline.merge.write import RowTrace, RowTraces, full_disk_names, timeline_file
 from stepscope_report.timeline.model import FileProblem, Timeline, why_incomplete
 from stepscope_report.timeline.readers.blocks import keep_memory

@@ -13,9 +13,9 @@ import msgspec
 
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
+from stepscope_report.timeline.merge import Merged, MergedFile, Selection, duplicate_ranks, merged_row
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks
 from stepscope_report.timeline.merge.reader_events import Drawing
-from stepscope_report.timeline.merge.records import Merged, MergedFile, Selection, duplicate_ranks, merged_row
 from stepscope_report.timeline.merge.step_events import Drawn
 from stepscope_report.timeline.merge.write import (
     Common,

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope_report.timeline.clocks.align import NOT_NEAR
+from stepscope_report.timeline.clocks import NOT_NEAR
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Place, Tracks, microseconds
 from stepscope_report.timeline.readers.contract import (
     Counter,

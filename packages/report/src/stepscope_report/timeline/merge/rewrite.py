@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.clocks.align import NOT_NEAR
+from stepscope_report.timeline.clocks import NOT_NEAR
 from stepscope_report.timeline.merge.crossing import Lines
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks
 from stepscope_report.timeline.merge.template import Template

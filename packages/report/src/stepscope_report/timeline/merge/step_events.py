@@ -18,8 +18,8 @@ import msgspec
 
 from stepscope_report.timeline.activity.event_names import iteration_of
 from stepscope_report.timeline.critical_path import critical_path
+from stepscope_report.timeline.merge import Selection
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks, microseconds
-from stepscope_report.timeline.merge.records import Selection
 from stepscope_report.timeline.merge.rewrite import Text
 from stepscope_report.timeline.model import Counter, EnginePasses, Span, Timeline
 from stepscope_report.timeline.step.passes import linked_requests, pass_of_rows, passes_of_requests

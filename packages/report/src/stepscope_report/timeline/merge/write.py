@@ -12,9 +12,9 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.storage.atomic import temporary
+from stepscope_report.timeline.merge import MergedFile
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Place, Tracks, row_metadata
 from stepscope_report.timeline.merge.reader_events import Drawing
-from stepscope_report.timeline.merge.records import MergedFile
 from stepscope_report.timeline.merge.rewrite import Rewriter, Text
 from stepscope_report.timeline.model import FileProblem
 from stepscope_report.timeline.readers.chrome import ChromeTrace

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from stepscope_report.timeline.clocks.align import FARTHEST_NS, FEW, middle, wall_base
+from stepscope_report.timeline.clocks import FARTHEST_NS, FEW, middle, wall_base
 from stepscope_report.timeline.readers.blocks import BLOCK, read_blocks
 from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import (

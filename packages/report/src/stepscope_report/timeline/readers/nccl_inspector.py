@@ -20,7 +20,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope_report.timeline.activity.content import SizedCalls, TraceContent
 from stepscope_report.timeline.activity.content_reader import Reading
-from stepscope_report.timeline.clocks.align import is_wall
+from stepscope_report.timeline.clocks import is_wall
 from stepscope_report.timeline.readers.blocks import read_blocks
 from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.readers.contract import Claim, Event, FoundFile, Notes, Origin, Recording

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from stepscope.errors import RecordError
 from stepscope.files.sidecar import NSYS_RANGES
-from stepscope_report.timeline.clocks.align import is_wall
+from stepscope_report.timeline.clocks import is_wall
 from stepscope_report.timeline.readers.contract import (
     Claim,
     Event,

@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.files.storage.reading import MAX_BYTES, open_file
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded
-from stepscope_report.timeline.clocks.align import FARTHEST_NS
+from stepscope_report.timeline.clocks import FARTHEST_NS
 from stepscope_report.timeline.sources import RecordFile
 
 SUFFIXES = (".json", ".jsonl")

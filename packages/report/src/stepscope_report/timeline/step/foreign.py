@@ -19,7 +19,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import only_waits
 from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent, trace_id_of
 from stepscope.files.values import AttrValue, bounded
-from stepscope_report.timeline.clocks.align import NOT_NEAR, is_near
+from stepscope_report.timeline.clocks import NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
 from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, Resource, read_otlp
 from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at

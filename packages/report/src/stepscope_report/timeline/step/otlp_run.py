@@ -15,7 +15,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.storage.reading import files_below
 from stepscope.files.trace_context import TraceContext
-from stepscope_report.timeline.clocks.align import NOT_NEAR, Hours, is_wall
+from stepscope_report.timeline.clocks import NOT_NEAR, Hours, is_wall
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Span, Timeline, Window
 from stepscope_report.timeline.readers.contract import FoundFile
 from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, read_otlp

@@ -30,9 +30,9 @@ from stepscope_report.timeline.activity.content import ProfilerStep, TraceConten
 from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading
 from stepscope_report.timeline.activity.intervals import Pair
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
-from stepscope_report.timeline.clocks.align import Aligned, Placement
+from stepscope_report.timeline.clocks import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine
-from stepscope_report.timeline.merge.records import MergedRow
+from stepscope_report.timeline.merge import MergedRow
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Timeline, Window
 from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Readers

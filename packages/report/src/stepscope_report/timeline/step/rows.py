@@ -13,7 +13,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo, Sidecar
-from stepscope_report.timeline.clocks.align import MARGIN_NS, OWN_CLOCK, align_owner
+from stepscope_report.timeline.clocks import MARGIN_NS, OWN_CLOCK, align_owner
 from stepscope_report.timeline.model import Process, Timeline
 from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Reader, reason
