@@ -373,7 +373,7 @@ def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
         assert row["last"] == sum(own > theirs for own, theirs in both)
         assert row["others_waited_ns"] == 1000 * sum(max(0, own - theirs) for own, theirs in both)
         assert row["waited_ns"] == 1000 * sum(max(0, theirs - own) for own, theirs in both)
-    monkeypatch.setattr("stepscope_report.sections.operators.DRAWN", 3)
+    monkeypatch.setattr("stepscope_report.sections.traces.DRAWN", 3)
     assert "Stragglers in collectives" in command("report", tmp_path, "--output", tmp_path / "page.html").out
     assert "3 of 4 rows" in (tmp_path / "page.html").read_text()
 

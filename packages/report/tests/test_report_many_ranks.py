@@ -18,7 +18,7 @@ from stepscope_report.html.step_page import render_step
 from stepscope_report.model import StepReport
 from stepscope_report.sections.counters import BARS
 from stepscope_report.sections.counters import ROWS as COUNTERS
-from stepscope_report.sections.operators import DRAWN, trace_blocks
+from stepscope_report.sections.traces import DRAWN, trace_blocks
 from stepscope_report.table import TextTable
 from stepscope_report.timeline import Timeline, load_step, load_traces
 
@@ -121,8 +121,8 @@ def test_the_longest_names_have_rows_and_the_others_share_one(tmp_path: Path) ->
     longest = {f"generate {number}": number * MS for number in range(1951, 2001)}
     expected = {**longest, OTHER_NAMES: sum(range(1, 1951)) * MS}
     assert {stage.stage: stage.total_ns for stage in report.stages} == expected
-    billed = {line.stage: line.wall_ns for line in report.breakdown.lines if line.kind == "stage"}
-    assert billed == expected
+    attributed = {line.stage: line.wall_ns for line in report.breakdown.lines if line.kind == "stage"}
+    assert attributed == expected
     assert sum(line.wall_ns for line in report.breakdown.lines) == timeline.window.wall_ns
     groups = {group.value: group.total_ns for group in group_spans(timeline, "stage").groups}
     assert sorted(groups.values()) == sorted(expected.values())

@@ -4,7 +4,7 @@
 
 From a trace to a number on the page: `timeline.step.trace_files` finds the files, and
 `timeline.activity.content_reader` reads each into a `TraceContent`. There `Reading._kernels` adds a kernel's
-time to its name and to its device. `sections.operators` adds the files up (`operator_times`, `device_usage`)
+time to its name and to its device. `sections.traces` adds the files up (`operator_times`, `device_usage`)
 and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and `Pages` in `cli.report` writes the
 page. Other sections are computed from the timeline's spans.
 """
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
         Wait,
         step_long_tail,
     )
-    from stepscope_report.sections.operators import (
+    from stepscope_report.sections.stages import Share, Stage, stage_times
+    from stepscope_report.sections.staleness import Lag, Staleness, StaleTrajectory, step_staleness
+    from stepscope_report.sections.traces import (
         DeviceRow,
         MemoryRow,
         NoDevice,
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
         operator_times,
         trace_tables,
     )
-    from stepscope_report.sections.stages import Share, Stage, stage_times
-    from stepscope_report.sections.staleness import Lag, Staleness, StaleTrajectory, step_staleness
     from stepscope_report.sections.vain_waits import VainWait, waits_in_vain
     from stepscope_report.table import Rows, Table
 
@@ -158,7 +158,7 @@ _WHERE = {
     "sections.long_tail": "Bubble Extreme Hold LongTail SlowTrajectory Spread Wait step_long_tail",
     "sections.stages": "Share Stage stage_times",
     "sections.staleness": "Lag Staleness StaleTrajectory step_staleness",
-    "sections.operators": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
+    "sections.traces": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
     "memory_peaks missing_devices operator_times trace_tables",
     "sections.vain_waits": "VainWait waits_in_vain",
 }

@@ -23,11 +23,11 @@ from stepscope_report.sections.health import Health
 from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.labels import LabelRow
 from stepscope_report.sections.long_tail import LongTail
-from stepscope_report.sections.operators import TraceTables
 from stepscope_report.sections.requests import Request
 from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.staleness import Staleness
 from stepscope_report.sections.throughput import Throughput
+from stepscope_report.sections.traces import TraceTables
 from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.sections.weight_sync import WeightSync
 from stepscope_report.table import Block, Paragraph, grouped

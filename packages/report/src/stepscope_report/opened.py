@@ -27,9 +27,9 @@ from stepscope_report.sections.engines import Engine
 from stepscope_report.sections.health import ProcessRow
 from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.long_tail import SlowTrajectory, Spread
-from stepscope_report.sections.operators import DeviceRow, OperatorRow
 from stepscope_report.sections.requests import Request
 from stepscope_report.sections.stages import Stage
+from stepscope_report.sections.traces import DeviceRow, OperatorRow
 from stepscope_report.table import Rows, Table
 from stepscope_report.timeline import Timeline, load_step, load_traces
 from stepscope_report.timeline.step.plain import has_traces, is_ours, read_plain

@@ -27,7 +27,9 @@ from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.sections.gaps import GAPS, GapRow, causes_of_gaps, where
 from stepscope_report.sections.health import ProcessRow, clock_notes
 from stepscope_report.sections.labels import LABELS, LabelRow
-from stepscope_report.sections.operators import (
+from stepscope_report.sections.profiler_steps import ProfilerStepRow
+from stepscope_report.sections.throughput import THROUGHPUT, Throughput
+from stepscope_report.sections.traces import (
     TRACES,
     TraceTables,
     device_lines,
@@ -37,8 +39,6 @@ from stepscope_report.sections.operators import (
     say_problem,
     short,
 )
-from stepscope_report.sections.profiler_steps import ProfilerStepRow
-from stepscope_report.sections.throughput import THROUGHPUT, Throughput
 from stepscope_report.table import Block, Listing, TextTable
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.clocks import is_wall

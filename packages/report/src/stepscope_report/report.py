@@ -35,11 +35,11 @@ from stepscope_report.sections.idle import IDLE
 from stepscope_report.sections.labels import LABELS
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.metrics import METRICS
-from stepscope_report.sections.operators import TRACES
 from stepscope_report.sections.requests import REQUESTS
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.staleness import STALENESS
 from stepscope_report.sections.throughput import THROUGHPUT
+from stepscope_report.sections.traces import TRACES
 from stepscope_report.sections.vain_waits import VAIN_WAITS
 from stepscope_report.sections.weight_sync import WEIGHT_SYNC
 from stepscope_report.table import Block, TextTable

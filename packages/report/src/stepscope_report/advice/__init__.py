@@ -30,8 +30,8 @@ from stepscope_report.sections.engines import Engine
 from stepscope_report.sections.health import Health
 from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.long_tail import LongTail
-from stepscope_report.sections.operators import MemoryRow, TraceTables
 from stepscope_report.sections.stages import Stage
+from stepscope_report.sections.traces import MemoryRow, TraceTables
 from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.spans import ManyNames, is_tool, placed
 from stepscope_report.table import Table, grouped

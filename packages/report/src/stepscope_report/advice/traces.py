@@ -17,7 +17,7 @@ from stepscope_report.advice import Advice, percentage_of
 from stepscope_report.formatting import count, duration, few, size
 from stepscope_report.sections.gaps import REMEDIES, GapRow
 from stepscope_report.sections.labels import LabelRow
-from stepscope_report.sections.operators import DeviceRow, TraceTables
+from stepscope_report.sections.traces import DeviceRow, TraceTables
 from stepscope_report.table import grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind

@@ -61,8 +61,8 @@ from stepscope_report.sections.engines import ENGINES
 from stepscope_report.sections.health import HEALTH, cut_processes
 from stepscope_report.sections.idle import IDLE, collectives_of_sync
 from stepscope_report.sections.long_tail import LONG_TAIL
-from stepscope_report.sections.operators import TRACES
 from stepscope_report.sections.stages import STAGES
+from stepscope_report.sections.traces import TRACES
 from stepscope_report.sections.vain_waits import VAIN_WAITS
 from stepscope_report.table import Block, Remark, Remarks, Table
 from stepscope_report.whatif.prediction import savings_of

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope_report.formatting import doubt, duration, percent_of, say_doubted
 from stepscope_report.sections import DEVICES, Section
-from stepscope_report.sections.operators import doubted_processes
+from stepscope_report.sections.traces import doubted_processes
 from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
