@@ -63,22 +63,22 @@ def test_shares_and_idle_time_add_up_to_the_window_exactly(intervals: list[Inter
 @given(forests())
 def test_each_nanosecond_is_billed_to_the_leaves_of_the_lowest_tier(intervals: list[Interval]) -> None:
     shares = divide(intervals, *WINDOW, labels=LABELS, tiers=TIERS)
-    billed: Counter[tuple[tuple[str, str], ...]] = Counter()
+    attributed: Counter[tuple[tuple[str, str], ...]] = Counter()
     active: Counter[tuple[str, str]] = Counter()
     for at in range(*WINDOW):
         bits = naive_leaves(intervals, at)
         active.update({LABELS[bit] for bit in bits})
         if bits:
             tier = min(TIERS[bit] for bit in bits)
-            billed[tuple(sorted({LABELS[bit] for bit in bits if TIERS[bit] == tier}))] += 1
+            attributed[tuple(sorted({LABELS[bit] for bit in bits if TIERS[bit] == tier}))] += 1
     assert shares.active_ns == active
     assert {(label,): ns for label, ns in shares.alone_ns.items()} == {
-        k: v for k, v in billed.items() if len(k) == 1
+        k: v for k, v in attributed.items() if len(k) == 1
     }
-    assert dict(shares.together_ns) == {k: v for k, v in billed.items() if len(k) > 1}
+    assert dict(shares.together_ns) == {k: v for k, v in attributed.items() if len(k) > 1}
     for label, ns in shares.wall_ns.items():
-        fair = sum(time_ns / len(together) for together, time_ns in billed.items() if label in together)
-        assert abs(ns - fair) < len(billed)
+        fair = sum(time_ns / len(together) for together, time_ns in attributed.items() if label in together)
+        assert abs(ns - fair) < len(attributed)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))

@@ -60,7 +60,7 @@ ACCOUNTS: dict[str, tuple[int, list[Row], dict[str, int]]] = {
         4, [("actor update_actor", 0, 4), ("rollout decode@1", 0, 4)],
         {"actor update_actor": 2, "rollout decode": 2},
     ),
-    "a queue is billed only while nothing works": (
+    "a queue gets time only while nothing works": (
         10,
         [("trainer generate", 0, 10), ("rollout queue", 0, 6, "generate"),
          ("rollout decode", 2, 10, "generate")],

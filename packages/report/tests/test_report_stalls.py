@@ -1,4 +1,4 @@
-"""Stretches in which an engine serves nothing for its own profiler: billed to it, and to nobody's decode."""
+"""Stretches in which an engine serves nothing for its own profiler: the profiler's time, and no decode's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ACCOUNTS: dict[str, tuple[list[Row], list[list[tuple[int, int]] | None], dict[st
         [[(10, 90)]],
         {"rollout decode": 10, "actor update_actor": 40, "env tool": 20, "unaccounted": 30},
     ),
-    "a replica that serves on is billed as ever": (
+    "a replica that serves on gets its time as ever": (
         [("rollout:0 prefill", 0, 100), ("rollout:1 decode", 0, 100)], [[(0, 80)], []],
         {"rollout decode": 50, "rollout prefill": 10, "profiler": 40},
     ),

@@ -1,4 +1,4 @@
-"""Waits are told from work: who only waits is billed last, and nobody waits for them."""
+"""Waits are told from work: a process that only waits gets time last, and nobody waits for them."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ class Shares(msgspec.Struct):
     """The parts of a stretch of time. `sum(wall_ns.values()) + idle_ns` is its length, to the nanosecond."""
 
     wall_ns: Counter[Label]
-    """Time in ns billed to each label."""
+    """Time in ns attributed to each label."""
     alone_ns: Counter[Label]
-    """The part of the time that was billed to this label alone."""
+    """The part of the time that was attributed to this label alone."""
     active_ns: Counter[Label]
-    """Time in which each label had a running leaf, billed or not."""
+    """Time in which each label had a running leaf, attributed or not."""
     together_ns: Counter[tuple[Label, ...]]
-    """Time in which two or more labels were billed at once, by the tuple of these labels."""
+    """Time that two or more labels shared, by the tuple of these labels."""
     idle_ns: int
     """Time in which no interval ran."""
 
@@ -61,7 +61,7 @@ def divide(
     """Divide the time from `start_ns` to `end_ns` among the labels.
 
     A leaf is a running interval with no running interval below it. At each instant, the leaves of the lowest
-    tier are billed: the instant is split equally among their labels. The remainder of this division, a few
+    tier count: the instant is split equally among their labels. The remainder of this division, a few
     ns, goes to the first labels by name.
 
     Args:
@@ -70,10 +70,10 @@ def divide(
         end_ns: Exclusive.
         labels: The label of each bit. Several bits may have one label.
         tiers: The tier of each bit.
-        held: Disjoint, in order. In each, leaves of the kinds in its `mask` are billed to its `label`.
+        held: Disjoint, in order. In each, leaves of the kinds in its `mask` count for its `label`.
     """
     shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
-    billed: Counter[tuple[Label, ...]] = Counter()
+    attributed: Counter[tuple[Label, ...]] = Counter()
     for (mask, hold), ns in sweep(intervals, start_ns, end_ns, held).items():
         bits = bits_of(mask)
         if not bits:
@@ -83,8 +83,8 @@ def divide(
         for label in set(now.values()):
             shares.active_ns[label] += ns
         tier = min(tiers[bit] for bit in bits)
-        billed[tuple(sorted({now[bit] for bit in bits if tiers[bit] == tier}))] += ns
-    for together, ns in billed.items():
+        attributed[tuple(sorted({now[bit] for bit in bits if tiers[bit] == tier}))] += ns
+    for together, ns in attributed.items():
         share, rest = divmod(ns, len(together))
         for place, label in enumerate(together):
             shares.wall_ns[label] += share + (place < rest)

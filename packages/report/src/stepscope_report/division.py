@@ -1,4 +1,4 @@
-"""Division of time among spans: each instant is billed to the running leaves of the lowest tier."""
+"""Division of time among spans: each instant is attributed to the running leaves of the lowest tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWS: Label = ("profiler", "windows of stages")
 _Kind = TypeVar("_Kind", bound=Hashable)
 _ANY = ReplicaKey(-1)
 _WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
-"""Tiers of leaves: an instant is billed to the leaves of the lowest tier."""
+"""Tiers of leaves: an instant is attributed to the leaves of the lowest tier."""
 
 
 class Work(NamedTuple):

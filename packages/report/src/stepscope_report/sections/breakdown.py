@@ -123,7 +123,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     alone_ns: int
     """Part of `wall_ns` in which no other stage ran."""
     active_ns: int
-    """Time in which the stage ran, whether alone or not. The difference to `wall_ns` was billed to other
+    """Time in which the stage ran, whether alone or not. The difference to `wall_ns` was attributed to other
     stages."""
     waits: bool = False
     """True if the stage only waits. Its time counts only where no other stage works."""
@@ -133,7 +133,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages that ran at the same time, and the time for which they did. Each is billed an equal part of that
+    """Stages that ran at the same time, and the time for which they did. Each gets an equal part of that
     time.
     """
 
@@ -214,7 +214,7 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
 
 
 def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
-    """Bill the stretches between the trainer's and the engine's end of a weight sync to a stage `TRANSFER`.
+    """Give the stretches between the trainer's and the engine's end of a weight sync to a stage `TRANSFER`.
     Return the other stretches, which remain unaccounted.
     """
 
@@ -294,7 +294,7 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
     rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
     if between_ns is not None:
         rows.append(("", BETWEEN, duration(between_ns), "", "", ""))
-    note = "alone: not shared with other stages. active: all time in which it ran, billed to it or not."
+    note = "alone: not shared with other stages. active: all time in which it ran, attributed to it or not."
     note += _say_calls(breakdown, before="\n")
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
@@ -481,7 +481,7 @@ def _bar(kind: str, wall_ns: int, longest_ns: int, hover: str) -> Html:
 
 def _note(breakdown: Breakdown) -> str:
     note = (
-        "alone: not shared with other stages. active: all time in which it ran, billed to it or not. "
+        "alone: not shared with other stages. active: all time in which it ran, attributed to it or not. "
         "unaccounted: no span ran anywhere."
     )
     note += _say_calls(breakdown, before=" ")
