@@ -21,7 +21,7 @@ from typing import NamedTuple
 from _traces import _BASE_S, _later, describe
 from isal import isal_zlib
 
-from stepscope.files.manifest.records import Absent
+from stepscope.files.manifest import Absent
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 
 MS = 1_000_000

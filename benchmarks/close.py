@@ -16,7 +16,7 @@ from stepscope import ProfileConfig, capture
 from stepscope._recording.process import exports
 from stepscope._recording.process.run import run_id
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Expectation, ProcessPart
+from stepscope.files.manifest import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 
 OTHERS = (0, 64, 512)

@@ -20,7 +20,7 @@ from stepscope import ProfileConfig, capture, span
 from stepscope._recording.counters.load import HostClaim, garbage, host_load, process_load
 from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest_parts import read_parts
 
 HZ = 10
 GOAL_PERCENT = 0.5

@@ -26,7 +26,7 @@ import msgspec
 import pytest
 
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.requests import Listening, read_listening
 from stepscope.files.sidecar import Sidecar
 from tools.engine_environments import newest

@@ -21,7 +21,7 @@ import stepscope_sglang._driving.target as sglang
 import stepscope_vllm._driving.target as vllm
 from stepscope.config import ProfileConfig
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.files.manifest.records import KNOBS
+from stepscope.files.manifest import KNOBS
 from stepscope_report.advice import traces as rules_of_traces
 from stepscope_report.advice.remedies import REMEDIES
 from stepscope_report.cli.app import app

@@ -18,7 +18,7 @@ from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.recorded_run import finished_spans
 

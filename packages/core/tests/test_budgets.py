@@ -21,8 +21,8 @@ from stepscope._recording.session import budget as control
 from stepscope._recording.spans import slot
 from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.timeline import load_step
 

@@ -32,7 +32,7 @@ from stepscope._recording.spans.scopes import current
 from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler

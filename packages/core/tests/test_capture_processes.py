@@ -21,8 +21,8 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process.run import run_id
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.spans import End, Line, Open, Span
 
 PRELUDE = """

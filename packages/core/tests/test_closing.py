@@ -20,9 +20,9 @@ from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports, manifest_part, shutdown
 from stepscope._recording.spans.log import SpanLog
 from stepscope.engines import EngineProfiler
+from stepscope.files import manifest_parts
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import parts
-from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
+from stepscope.files.manifest import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -36,7 +36,7 @@ def test_closing_folds_the_manifest_once(
     def fold(read: Sequence[ProcessPart]) -> Manifest:
         if threading.current_thread().name != "stepscope-export":  # folds once more, after the close
             folds.append(len(read))
-        return parts.fold(read)
+        return manifest_parts.fold(read)
 
     config = ProfileConfig(save_path=str(tmp_path), steps=[1], roles={"none": {}})
     engines: list[EngineProfiler] | None = [FakeEngineProfiler(FakeEngine())] if has_engine else None

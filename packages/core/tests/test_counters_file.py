@@ -24,8 +24,8 @@ from stepscope.backends.counters import CounterSource
 from stepscope.errors import ConfigError
 from stepscope.files import clock
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import read_parts
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
+from stepscope.files.manifest_parts import read_parts
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.sources import CounterFile, read_counters

@@ -14,7 +14,7 @@ from stepscope import ProfileConfig, capture
 from stepscope.backends.counters import CounterSource
 from stepscope.engines import waiting
 from stepscope.engines.metrics import RUNNING, EngineMetrics
-from stepscope.files.manifest.records import IDLE, Expectation, of_engine
+from stepscope.files.manifest import IDLE, Expectation, of_engine
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 

@@ -26,7 +26,7 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import exports, shutdown
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.records import Expectation, Manifest, awaited
+from stepscope.files.manifest import Expectation, Manifest, awaited
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 

@@ -37,7 +37,7 @@ from stepscope._recording.spans import slot
 from stepscope.backends.torch import backend as torch_backend
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
 
 ray = pytest.importorskip("ray")

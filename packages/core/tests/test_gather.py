@@ -36,9 +36,9 @@ from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart, awaited
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart, awaited
 from stepscope.files.requests import read_listening
-from stepscope.files.storage.atomic import Arrival
+from stepscope.files.storage import Arrival
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli.app import run

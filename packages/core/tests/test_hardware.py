@@ -12,8 +12,8 @@ from stepscope import ProfileConfig, capture
 from stepscope._recording.process.identity import read_hardware
 from stepscope.config import ThroughputConfig
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
-from stepscope.files.manifest.records import Hardware
+from stepscope.files.manifest import Hardware
+from stepscope.files.manifest_parts import read_parts
 
 
 def device_module(name: str, *, initialised: bool) -> SimpleNamespace:

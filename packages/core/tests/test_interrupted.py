@@ -27,8 +27,8 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded import window_thread
 from stepscope.backends.torch import foreign_sessions, window
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Manifest
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.manifest import Manifest
+from stepscope.files.storage import write_atomic
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 if TYPE_CHECKING:

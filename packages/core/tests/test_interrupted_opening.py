@@ -39,7 +39,7 @@ from stepscope.backends.torch import foreign_sessions
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
+from stepscope.files.manifest import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.testing.fake_backend import FakeBackend
 

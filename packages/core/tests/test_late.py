@@ -14,7 +14,7 @@ from stepscope import ProfileConfig, capture
 from stepscope._recording.after import pipeline
 from stepscope.engines import EngineCapture, patience_s
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.cli import run

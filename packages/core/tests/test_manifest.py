@@ -17,10 +17,10 @@ from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import AWAITED, Manifest, Pending, ProcessPart, awaited
+from stepscope.files.manifest import AWAITED, Manifest, Pending, ProcessPart, awaited
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.files.storage.reading import decode, files_below, size_below
+from stepscope.files.storage import decode, files_below, size_below
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.sections.health import cut_processes
 from stepscope_report.timeline import load_step

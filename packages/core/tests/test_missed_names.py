@@ -8,7 +8,7 @@ from stepscope._recording.capture.omissions import tell_missed
 from stepscope._recording.instrument import patch
 from stepscope._recording.process import failures
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.manifest.records import ProcessPart
+from stepscope.files.manifest import ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 
 ANCHOR = ClockAnchor(wall_ns=1, mono_ns=1, raw_ns=1, uncertainty_ns=0)

@@ -16,7 +16,7 @@ from stepscope.backends.nsys import NsysBackend, command, launch_options, runtim
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.errors import BackendError, CaptureError, ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.sidecar import NSYS_RANGES, ProcessInfo
 
 

@@ -13,7 +13,7 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import failures, identity
 from stepscope._recording.session import selection, session
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.cli import run

@@ -30,7 +30,7 @@ from stepscope._recording.process import identity
 from stepscope.config import RoleConfig
 from stepscope.errors import CaptureError, ConfigError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 from stepscope.files.requests import (
     Answer,
     Listening,

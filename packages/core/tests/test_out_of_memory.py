@@ -22,7 +22,7 @@ from stepscope.backends.cuda_memory import oom as cuda_oom
 from stepscope.backends.cuda_memory.backend import CudaMemoryBackend
 from stepscope.files.cuda_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest_parts import read_parts
 from stepscope.testing.backend_conformance import a_window
 from stepscope_report.cli.app import run
 

@@ -26,7 +26,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import read_requests
-from stepscope.files.storage.atomic import remove_abandoned, temporary
+from stepscope.files.storage import remove_abandoned, temporary
 from stepscope.files.values import attr_value
 
 
@@ -161,7 +161,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
 def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config: ProfileConfig) -> None:
     folder = RunLayout(config.save_path).step(1).traces / "actor"
     folder.mkdir(parents=True)
-    code = "import sys; from pathlib import Path; from stepscope.files.storage.atomic import temporary\n"
+    code = "import sys; from pathlib import Path; from stepscope.files.storage import temporary\n"
     code += "p = temporary(Path(sys.argv[1])); p.mkdir(); (p / 'half').touch(); print(p, end='')"
     made = subprocess.run(
         [sys.executable, "-c", code, str(folder / "trace.json")], capture_output=True, text=True, check=True

@@ -8,8 +8,8 @@ import pytest
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold, read_parts, worst
-from stepscope.files.manifest.records import Expectation, ProcessPart, State
+from stepscope.files.manifest import Expectation, ProcessPart, State
+from stepscope.files.manifest_parts import fold, read_parts, worst
 from stepscope.files.sidecar import ProcessInfo
 
 

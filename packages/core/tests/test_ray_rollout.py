@@ -20,7 +20,7 @@ import pytest
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations, patience_s, waited_s
 from stepscope.engines.ray import RayRollout, ignored_of
 from stepscope.errors import EngineError
-from stepscope.files.manifest.records import LATE
+from stepscope.files.manifest import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.engine_conformance import (
     EngineConformance,

@@ -52,8 +52,8 @@ from stepscope.engines import passes
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Ending, Manifest
+from stepscope.files.manifest import Ending, Manifest
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo

@@ -20,7 +20,7 @@ from stepscope.backends.counters import CounterSource
 from stepscope.engines.metrics import RUNNING, EngineMetrics
 from stepscope.engines.ray import RayRollout
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.states import EngineState
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report import step_report

@@ -18,8 +18,8 @@ from stepscope.config.presets import preset_names, read_preset
 from stepscope.engines import name_settings, settings
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
-from stepscope.files.manifest.records import KNOBS, SWITCHES, FrameworkSettings, Knob, Setting
+from stepscope.files.manifest import KNOBS, SWITCHES, FrameworkSettings, Knob, Setting
+from stepscope.files.manifest_parts import read_parts
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 

@@ -17,7 +17,7 @@ from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
 from stepscope.engines import local_engines
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 
 pytest.importorskip("torch")
 

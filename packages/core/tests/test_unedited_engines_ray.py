@@ -18,7 +18,7 @@ from stepscope._recording.instrument import configured, step_boundaries
 from stepscope.engines import local_engines
 from stepscope.engines import ray as engines_of_actors
 from stepscope.engines.local_engines import register, register_none
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepscope import ProfileConfig, capture, profile_step
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 from stepscope_report.cli import run
 
 

@@ -22,7 +22,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.engines import EngineCapture
 from stepscope.errors import BackendError, ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 

@@ -12,8 +12,8 @@ import pytest
 
 from stepscope._recording.recorder.visits import ROLE
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import ProcessPart
+from stepscope.files.manifest import ProcessPart
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.spans import Line, Span
 
 POOL = """

@@ -28,7 +28,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import RoleConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.fake_backend import FakeBackend
 

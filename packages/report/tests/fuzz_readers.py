@@ -28,11 +28,11 @@ def _targets(atheris: Any, folder: Path) -> dict[str, Callable[[bytes], object]]
     with atheris.instrument_imports(include=["stepscope", "yaml", "msgspec"]):
         from stepscope.config import ProfileConfig
         from stepscope.errors import ConfigError, RecordError
-        from stepscope.files.manifest.records import Manifest, ProcessPart
+        from stepscope.files.manifest import Manifest, ProcessPart
         from stepscope.files.requests import Listening, read_requests
         from stepscope.files.run import RunRecord
         from stepscope.files.sidecar import Sidecar
-        from stepscope.files.storage.reading import read_record
+        from stepscope.files.storage import read_record
         from stepscope.files.uncaptured import read_uncaptured
         from stepscope_report.timeline import load_step, merge_step
         from stepscope_report.timeline.readers.chrome import ChromeTrace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepscope.files.manifest.records import Absent, Expectation, OwnCost
+from stepscope.files.manifest import Absent, Expectation, OwnCost
 from stepscope.testing.steps import FakeProcess, StepFolder
 
 MS = 1_000_000

@@ -11,7 +11,7 @@ import pytest
 from packages.report.tests.test_report_advice import Case, other_host, queue, slow_rank, weights
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Expectation, OwnCost
+from stepscope.files.manifest import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.testing.steps import OPENED_NS, FakeProcess

@@ -22,7 +22,7 @@ from packages.report.tests.test_critical_path import span, step
 from packages.report.tests.traces import add_trace, event
 from stepscope.files.counters import CounterScope
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Absent, Hardware
+from stepscope.files.manifest import Absent, Hardware
 from stepscope.files.recorder import StepLine
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import AttrValue

@@ -22,7 +22,7 @@ import stepscope_report
 from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, flush
 from stepscope.errors import RecordError
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.run import RunRecord
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import OPENED_NS, StepFolder

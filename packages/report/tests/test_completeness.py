@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # the ranks record with it
 
-from stepscope.files.manifest.records import Recorded
+from stepscope.files.manifest import Recorded
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.sections.health import step_health

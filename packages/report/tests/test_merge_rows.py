@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import remove_abandoned
+from stepscope.files.storage import remove_abandoned
 from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import Selection, bytes_to_read, merge_step
 from stepscope_report.timeline.merge.mapping import Tracks

@@ -8,7 +8,7 @@ import pytest
 
 from packages.report.tests.steps import close
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.manifest.records import Expectation, ProcessPart
+from stepscope.files.manifest import Expectation, ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
-from stepscope.files.manifest.records import Expectation, OwnCost
+from stepscope.files.manifest import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import Advice, Table, step_health, step_report

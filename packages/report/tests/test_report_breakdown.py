@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from packages.report.tests.steps import MS, Row, a_step, close
-from stepscope.files.manifest.records import Absent, OwnCost
+from stepscope.files.manifest import Absent, OwnCost
 from stepscope.files.spans import PROFILING
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Breakdown, stage_times, step_breakdown, step_health

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from packages.report.tests.steps import printed
 from packages.report.tests.traces import add_trace, event
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import OPENED_NS, StepFolder

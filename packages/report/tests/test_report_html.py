@@ -10,7 +10,7 @@ import pytest
 from packages.report.tests.pictures import HOSTILE, MS, rl_step
 from packages.report.tests.steps import close, printed
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
-from stepscope.files.manifest.records import Absent
+from stepscope.files.manifest import Absent
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html import colour_of

@@ -14,7 +14,7 @@ from packages.report.tests.test_report_settings import full_cache, lines_of, nam
 from packages.report.tests.test_what_if import EVEN, UNEVEN, a_step, ends_ms
 from stepscope import capture, span
 from stepscope.engines import name_settings
-from stepscope.files.manifest.records import FrameworkSettings
+from stepscope.files.manifest import FrameworkSettings
 from stepscope.testing.recorded_run import FakeClock, RecordedRun
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import step_report

@@ -25,7 +25,7 @@ from stepscope.files.counters import (
     RUNNING_REQUESTS,
     WAITING_REQUESTS,
 )
-from stepscope.files.manifest.records import FrameworkSettings, Setting
+from stepscope.files.manifest import FrameworkSettings, Setting
 from stepscope_report import Advice, SettingChange
 from stepscope_report.advice.remedies import REMEDIES
 from stepscope_report.sections.advice import say_change

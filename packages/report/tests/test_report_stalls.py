@@ -14,7 +14,7 @@ import pytest
 
 from packages.report.tests.steps import MS, Row, a_step, close
 from packages.report.tests.test_report_breakdown import account, driver_of
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.files.values import AttrValue

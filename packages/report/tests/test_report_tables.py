@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from packages.report.tests.steps import MS, Row, a_step, close, printed
-from stepscope.files.manifest.records import OwnCost
+from stepscope.files.manifest import OwnCost
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times, step_breakdown, step_long_tail, step_report
 from stepscope_report.formatting import LISTED, duration, middle, moment, percents, plain

@@ -10,7 +10,7 @@ import pytest
 
 from packages.report.tests.steps import printed
 from packages.report.tests.traces import add_trace, kernel
-from stepscope.files.manifest.records import Expectation, Hardware
+from stepscope.files.manifest import Expectation, Hardware
 from stepscope.files.sidecar import Artifact
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder

@@ -9,7 +9,7 @@ import pytest
 
 from packages.report.tests.steps import close, printed
 from stepscope.config.presets import read_preset
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report

@@ -12,7 +12,7 @@ import pytest
 from packages.report.tests.commands import Command
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import Sidecar
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage import read_record
 from stepscope_report.demo import ARCHIVE, unpack_sample
 
 pytestmark = pytest.mark.slow

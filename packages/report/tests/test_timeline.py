@@ -13,7 +13,7 @@ from packages.report.tests.steps import close, printed
 from packages.report.tests.traces import add_trace, op
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
-from stepscope.files.manifest.records import Expectation, ProcessPart, awaited
+from stepscope.files.manifest import Expectation, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.testing.steps import OPENED_NS, StepFolder

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.timeline import ProcessClock, load_step, merge_step

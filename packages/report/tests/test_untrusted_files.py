@@ -28,7 +28,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import Sidecar
-from stepscope.files.storage.reading import open_file, read_file, read_record
+from stepscope.files.storage import open_file, read_file, read_record
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli.app import run
 

@@ -20,7 +20,7 @@ from fake_sglang import FakeManager, OldManager, ProfileReq, asked, recorded
 from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest.records import IDLE
+from stepscope.files.manifest import IDLE
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import files_below
 from stepscope_sglang import SglangProfiler

@@ -17,7 +17,7 @@ from stepscope import ProfileConfig, capture
 from stepscope.engines import Iterations
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest.records import IDLE, LATE
+from stepscope.files.manifest import IDLE, LATE
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_sglang import SglangServer

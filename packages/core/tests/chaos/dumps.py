@@ -29,7 +29,7 @@ from stepscope import ProfileConfig, capture
 from stepscope._recording.recorder import standing
 from stepscope._recording.recorder.recorder import Recorder
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest_parts import fold, read_parts
 
 STEPS = 3
 """Steps of a dump."""

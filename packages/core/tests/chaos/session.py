@@ -31,7 +31,7 @@ from stepscope import Capture, ProfileConfig, capture, prepare
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.spans import slot
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 
 DEADLINE_S = 3
 BOUND_S = DEADLINE_S + 9

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.spans import End, Header, Line
 from stepscope_report.timeline import load_step
 

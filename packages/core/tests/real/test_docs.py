@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.files.manifest.records import KNOBS
+from stepscope.files.manifest import KNOBS
 from stepscope_report.advice.remedies import REMEDIES
 from stepscope_report.cli.app import app
 from tests.tree import ROOT

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from packages.core.tests import callback_main
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.integrations import lightning, transformers
 from stepscope.testing.recorded_run import RecordedRun
 

@@ -30,7 +30,7 @@ import pytest
 from stepscope import ProfileConfig
 from stepscope.backends.nsys import command
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope_report.doctor import libraries
 
 HOME, ABSENT = Path(sys.prefix, "nsys"), Path(sys.prefix, "nsys-absent.txt")

@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from stepscope.files.storage.reading import read_file
+from stepscope.files.storage import read_file
 from stepscope_npu._analysis import analysed
 from stepscope_npu._disk import SUFFIX
 from stepscope_report.timeline.readers import Claim, FoundFile, Notes, Origin, Recording

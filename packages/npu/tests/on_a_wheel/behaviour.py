@@ -26,7 +26,7 @@ from stepscope.backends.threaded.window_thread import Late
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.backend_conformance import a_window, in_child, in_thread, written
 from stepscope_npu import _disk, _operators, _window

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from packages.npu.tests.real.cann.build import build, environment, make_home
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 from stepscope_report.cli.app import run as cli
 from tests.tree import ROOT
 

@@ -25,8 +25,8 @@ from stepscope import ProfileConfig, capture, on_report, profile_step, span, tra
 from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope_report import step_report, to_scalars
 from stepscope_report.timeline import load_step

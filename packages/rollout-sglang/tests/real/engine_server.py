@@ -20,7 +20,7 @@ from stepscope import ProfileConfig, capture
 from stepscope.engines.http import Server
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
-from stepscope.files.manifest.records import IDLE
+from stepscope.files.manifest import IDLE
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step

@@ -28,7 +28,7 @@ from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_report import CounterRow, step_report

@@ -16,7 +16,7 @@ from tiny_sglang import generate, on_its_loop
 
 from stepscope import ProfileConfig, aprepare, capture
 from stepscope.errors import ConfigError
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope_report.timeline import load_step
 from stepscope_sglang._versions import PLUGINS_SINCE, installed, older

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tiny_sglang import settings, write_model
 
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 
 HERE = Path(__file__).parent
 LOCAL = """

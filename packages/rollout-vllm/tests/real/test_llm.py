@@ -24,7 +24,7 @@ from stepscope import Capture, ProfileConfig, capture, span
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations, load_engine, recognise
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.passes import KIND as PASSES
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture

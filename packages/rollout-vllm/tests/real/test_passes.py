@@ -19,7 +19,7 @@ from stepscope import ProfileConfig, capture, trajectory, turn
 from stepscope._recording.recorder import standing
 from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest_parts import read_parts
 from stepscope_report import step_report
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.long_tail import step_long_tail

@@ -21,7 +21,7 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest_parts import read_parts
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step, merge_step

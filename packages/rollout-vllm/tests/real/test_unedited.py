@@ -16,7 +16,7 @@ import pytest
 import vllm
 
 from stepscope import ProfileConfig
-from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.passes import SUFFIX as PASSES
 from stepscope_vllm._arming import unedited
 

@@ -31,7 +31,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError, StepscopeError, ours
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage.atomic import PIECE, Arrival
+from stepscope.files.storage import PIECE, Arrival
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

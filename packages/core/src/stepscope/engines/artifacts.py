@@ -16,7 +16,7 @@ from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Ended, Sidecar, Stall
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage import write_atomic
 
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
 _BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')

@@ -30,10 +30,10 @@ from stepscope.engines.protocol import EngineCapture
 from stepscope.errors import RecordError
 from stepscope.files import passes as records
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import safe
+from stepscope.files.layout import free_path, safe
 from stepscope.files.passes import PassFile, PassKind, Version
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage.atomic import free_path, write_atomic
+from stepscope.files.storage import write_atomic
 
 T = TypeVar("T")
 TOOL = "stepscope"

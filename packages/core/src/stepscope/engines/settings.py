@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from stepscope.config._fields import closest
 from stepscope.errors import ConfigError
 from stepscope.files import switch
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     KNOBS,
     SWITCHES,
     FrameworkSettings,

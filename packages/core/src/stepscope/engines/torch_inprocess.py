@@ -31,10 +31,10 @@ from stepscope.engines.protocol import (
 )
 from stepscope.errors import BackendError, EngineError, ours
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import safe
+from stepscope.files.layout import free_path, safe
 from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.files.storage.atomic import compress, free_path, temporary
+from stepscope.files.storage import compress, temporary
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -11,7 +11,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import EngineCapture, EngineProfiler
 from stepscope.errors import EngineError
 from stepscope.files.counters import RUNNING_REQUESTS
-from stepscope.files.manifest.records import IDLE
+from stepscope.files.manifest import IDLE
 
 LOOK_S = 0.05
 """Time between two checks of the number of running requests. A server's number is renewed once a second."""

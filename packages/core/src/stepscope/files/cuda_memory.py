@@ -12,8 +12,7 @@ import msgspec
 
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import read_records
+from stepscope.files.storage import read_records, write_atomic
 
 SUMMARY = "cuda_memory_summary"
 """`Artifact.kind` of the summary of a snapshot."""

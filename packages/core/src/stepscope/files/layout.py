@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.reading import files_below
+from stepscope.files.storage import files_below
 
 SIDECAR_SUFFIX = ".meta.json"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -268,3 +269,9 @@ def _again(capture: int) -> str:
 def _process_name(process: ProcessInfo) -> str:
     rank = "rank-unknown" if process.rank is None else f"rank{process.rank}"
     return f"{safe(process.role)}_{rank}_{safe(process.host)}_pid{process.pid}"
+
+
+def free_path(folder: Path, stem: str, suffix: str) -> Path:
+    """Return the path of `<stem><suffix>` in `folder`, with a number after the stem if that file exists."""
+    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}{suffix}" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())

@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, Int
-from stepscope.files.storage.reading import decode, open_file
+from stepscope.files.storage import decode, open_file
 
 KIND = "engine_passes"
 """`Artifact.kind` of a file of passes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.clock import Int
-from stepscope.files.storage.reading import read_first, read_lines
+from stepscope.files.storage import read_first, read_lines
 
 
 class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
-from stepscope.files.storage.atomic import is_running, private, write_atomic
-from stepscope.files.storage.reading import decode, read_file, read_records
+from stepscope.files.storage import decode, is_running, private, read_file, read_records, write_atomic
 
 MAX_BYTES = 64 << 10
 MAX_REQUESTS = 64

@@ -13,9 +13,9 @@ import msgspec
 
 from stepscope.files.clock import Int
 from stepscope.files.layout import StepLayout, safe
-from stepscope.files.manifest.parts import part_files
+from stepscope.files.manifest_parts import part_files
 from stepscope.files.spans import Header
-from stepscope.files.storage.reading import read_first
+from stepscope.files.storage import read_first
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):

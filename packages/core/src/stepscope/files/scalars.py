@@ -8,8 +8,7 @@ import msgspec
 
 from stepscope.files.clock import Int
 from stepscope.files.layout import StepLayout
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage import read_record, write_atomic
 
 
 class StepScalars(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.reading import read_lines
+from stepscope.files.storage import read_lines
 
 Stages: TypeAlias = Mapping[str, float]
 """{`role/stage`: seconds} of the top-level spans of the process that runs the training loop."""

@@ -14,7 +14,7 @@ import pytest
 from stepscope._recording.capture import configure
 from stepscope._recording.process import shutdown
 from stepscope._recording.spans import slot
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 from stepscope.testing.recorded_run import FakeClock, RecordedRun
 
 

@@ -14,8 +14,8 @@ from stepscope.config import ProfileConfig, Settings
 from stepscope.errors import RecordError
 from stepscope.files import clock
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.spans import Line, Span
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from stepscope.files import counters as counter_files
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.counters import CounterKind, CounterScope
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     Absent,
     EndedBy,
     Expectation,

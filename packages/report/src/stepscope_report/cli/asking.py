@@ -19,8 +19,7 @@ import msgspec
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order
 from stepscope.files.states import ProcessState
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import read_records
+from stepscope.files.storage import read_records, write_atomic
 from stepscope_report.why import ENDED
 
 POLL_S = 0.05

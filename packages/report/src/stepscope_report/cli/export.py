@@ -22,7 +22,7 @@ import typer
 from stepscope.config import WRITERS
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.storage.atomic import temporary
+from stepscope.files.storage import temporary
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_of_run, is_step

@@ -15,9 +15,9 @@ import typer
 from stepscope.config import parse_steps
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest_parts import read_parts
 from stepscope.files.run import RunRecord, RunSteps, steps_of_run
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage import read_record
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import numbers

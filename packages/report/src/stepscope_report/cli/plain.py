@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stepscope.config import parse_steps
 from stepscope.errors import ConfigError
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage import write_atomic
 from stepscope_report.brief import brief_markdown, brief_text, step_brief
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit

@@ -18,8 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
-from stepscope.files.storage.atomic import PIECE, Arrival
-from stepscope.files.storage.reading import files_below
+from stepscope.files.storage import PIECE, Arrival, files_below
 from stepscope_report.timeline.processes import NearFiles, NodeLostError, idle_cores
 
 _P = ParamSpec("_P")

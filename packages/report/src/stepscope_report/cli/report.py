@@ -14,8 +14,7 @@ import typer
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import size_below
+from stepscope.files.storage import size_below, write_atomic
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_markdown, brief_text, run_brief
 from stepscope_report.cli import screen

@@ -17,7 +17,7 @@ from rich.text import Text
 from stepscope.files.layout import RunLayout, StepLayout, safe
 from stepscope.files.recorder import recorded_runs
 from stepscope.files.run import runs_of
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage import write_atomic
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import no_run

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     OpenedBy,
     OwnCost,
     ProcessPart,

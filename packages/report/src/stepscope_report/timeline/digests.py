@@ -18,8 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import msgspec
 
 from stepscope.files.layout import StepLayout
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import MAX_BYTES, open_file, read_file
+from stepscope.files.storage import MAX_BYTES, open_file, read_file, write_atomic
 from stepscope_report.timeline.activity.event_names import GROUP, named_collectives
 from stepscope_report.timeline.readers.contract import GROUP as READERS
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.files.counters import CounterKind, CounterScope
-from stepscope.files.manifest.records import Manifest, OwnCost
+from stepscope.files.manifest import Manifest, OwnCost
 from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState

@@ -8,7 +8,7 @@ from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.engines.passes import publish_passes
 from stepscope.errors import EngineError
 from stepscope.files.layout import safe, sidecar_of
-from stepscope.files.manifest.records import IDLE, LATE
+from stepscope.files.manifest import IDLE, LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
 from stepscope_sglang._capture import outcome

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from stepscope.engines.artifacts import read_anchor
 from stepscope.errors import EngineError
-from stepscope.files.manifest.records import LATE
+from stepscope.files.manifest import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
 from stepscope_sglang._capture import opening, outcome

@@ -17,7 +17,7 @@ from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Server
 from stepscope.errors import EngineError
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
-from stepscope.files.manifest.records import Knob, Named, is_number
+from stepscope.files.manifest import Knob, Named, is_number
 
 SETTINGS: Mapping[Knob, tuple[str, bool]] = {
     "cuda_graphs": ("disable_cuda_graph", False),

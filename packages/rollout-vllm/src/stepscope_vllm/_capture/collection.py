@@ -13,7 +13,7 @@ from stepscope.engines.artifacts import Option, publish, stalls_of
 from stepscope.engines.passes import publish_passes
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.manifest.records import IDLE
+from stepscope.files.manifest import IDLE
 from stepscope.files.sidecar import Artifact, Ended, Stall
 from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from stepscope.engines import EngineCapture, metrics
 from stepscope.engines.artifacts import Option
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
-from stepscope.files.manifest.records import Knob, Named, is_number
+from stepscope.files.manifest import Knob, Named, is_number
 from stepscope.files.passes import PassFile
 from stepscope_vllm._files.traces import Layout
 

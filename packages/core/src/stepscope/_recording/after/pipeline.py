@@ -19,10 +19,10 @@ from stepscope._recording.process.failures import describe
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.records import Ending, Expectation, awaited
+from stepscope.files.manifest import Ending, Expectation, awaited
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage import read_record
 
 if TYPE_CHECKING:
     from stepscope._recording.session.session import Session

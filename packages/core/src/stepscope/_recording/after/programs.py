@@ -21,7 +21,7 @@ from stepscope import _report
 from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope.errors import ours
-from stepscope.files.manifest.records import Expectation, State
+from stepscope.files.manifest import Expectation, State
 from stepscope.files.scalars import StepScalars, read_scalars
 
 if TYPE_CHECKING:

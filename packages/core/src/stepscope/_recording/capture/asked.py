@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError, ours
 from stepscope.files.clock import MOST
-from stepscope.files.manifest.records import Ending, OpenedBy
+from stepscope.files.manifest import Ending, OpenedBy
 
 
 class Asked(NamedTuple):

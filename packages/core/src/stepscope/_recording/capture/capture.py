@@ -24,7 +24,7 @@ from stepscope._recording.spans.scopes import Mark
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError
 from stepscope.files import switch
-from stepscope.files.manifest.records import Ending, OpenedBy
+from stepscope.files.manifest import Ending, OpenedBy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,9 +24,9 @@ from stepscope._recording.session import activation
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
-from stepscope.files.manifest.parts import fold, part_files, read_parts, write_manifest
-from stepscope.files.manifest.records import Manifest, ProcessPart
-from stepscope.files.storage.atomic import create_once, private, remove_abandoned, temporary
+from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest_parts import fold, part_files, read_parts, write_manifest
+from stepscope.files.storage import create_once, private, remove_abandoned, temporary
 
 if TYPE_CHECKING:
     from stepscope._recording.fanout.participants import Participants

@@ -6,14 +6,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from stepscope._recording.process import private_loop
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest_parts import read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepscope._recording.fanout.participants import Participants
     from stepscope._recording.session.session import Session
-    from stepscope.files.manifest.records import Manifest
+    from stepscope.files.manifest import Manifest
 
 
 class CapturedFiles:

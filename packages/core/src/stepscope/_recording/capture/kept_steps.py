@@ -24,7 +24,7 @@ from stepscope.engines import EngineProfiler
 from stepscope.errors import StepscopeError, ours
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 from stepscope.files.requests import Request, change_requests
 
 MEASURING_S = 1.0

@@ -35,7 +35,7 @@ from stepscope._recording.session.session import Session
 from stepscope.backends.threaded.undisturbed import postponed, undisturbed
 from stepscope.engines.own_thread import opened_on, own_thread
 from stepscope.errors import CaptureError, CaptureOpenError, is_users
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 
 T = TypeVar("T")
 

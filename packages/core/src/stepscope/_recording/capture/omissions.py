@@ -14,7 +14,7 @@ from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._fields import closest
 from stepscope.config._profile import DEFAULT_ROLES
 from stepscope.errors import ours
-from stepscope.files.manifest.records import OpenedBy, ProcessPart
+from stepscope.files.manifest import OpenedBy, ProcessPart
 
 WORKERS, PROFILER = "workers", "profiler"
 """Names of two omissions in the manifest."""

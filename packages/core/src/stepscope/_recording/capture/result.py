@@ -12,7 +12,7 @@ import msgspec
 from stepscope._recording.after import hooks, pipeline
 from stepscope._recording.process import exports, failures
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stepscope._recording.capture.files import CapturedFiles
-    from stepscope.files.manifest.records import Manifest
+    from stepscope.files.manifest import Manifest
 
     CaptureHook = TypeVar("CaptureHook", bound=Callable[["CaptureResult"], object])
 

@@ -27,7 +27,7 @@ from stepscope._recording.process.identity import identify
 from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest import Manifest
 
 _CANCEL_S = 5.0
 """Longest wait for a cancelled opening to end."""

@@ -15,7 +15,7 @@ from stepscope.errors import ours
 from stepscope.files import counters as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import append_whole, private
+from stepscope.files.storage import append_whole, private
 
 if TYPE_CHECKING:
     from io import FileIO

@@ -25,7 +25,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import close_window, open_window, waited_s
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     AWAITED,
     IDLE,
     LATE,

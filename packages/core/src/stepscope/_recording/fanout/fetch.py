@@ -19,7 +19,7 @@ from stepscope._recording.session import budget
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.storage.atomic import PIECE, Arrival
+from stepscope.files.storage import PIECE, Arrival
 
 if TYPE_CHECKING:
     from stepscope._recording.session.session import Session

@@ -24,7 +24,7 @@ from stepscope._recording.spans import wrapping
 from stepscope.config import ProfileConfig
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError, ours
-from stepscope.files.storage.atomic import boot_id
+from stepscope.files.storage import boot_id
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.config import ProfileConfig
 from stepscope.files.clock import ClockOffset
-from stepscope.files.manifest.records import Ending, State
+from stepscope.files.manifest import Ending, State
 from stepscope.files.sidecar import ProcessInfo
 
 

@@ -24,8 +24,8 @@ from stepscope.engines import installed, load_engine, recognise
 from stepscope.engines.protocol import INSTALL_AN_ADAPTER, EngineProfiler
 from stepscope.errors import ConfigError, EngineError, ours
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest.parts import with_late_files
-from stepscope.files.manifest.records import Absent, Expectation, State, awaited
+from stepscope.files.manifest import Absent, Expectation, State, awaited
+from stepscope.files.manifest_parts import with_late_files
 
 
 class WorkerHandle(Protocol):

@@ -32,9 +32,9 @@ from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset, Estimate, Exchange, estimate_offset
-from stepscope.files.manifest.records import State
+from stepscope.files.manifest import State
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import Arrival, boot_id
+from stepscope.files.storage import Arrival, boot_id
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -36,7 +36,7 @@ from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.engines import EngineProfiler, local_engines
 from stepscope.errors import ours
 from stepscope.files import switch
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 from stepscope.files.sidecar import ProcessInfo
 
 _stopped: set[str] = set()

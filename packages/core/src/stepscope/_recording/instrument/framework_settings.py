@@ -10,7 +10,7 @@ from stepscope._recording.instrument.call_arguments import Arguments
 from stepscope.config.presets import ListedSettings, Preset, place_of
 from stepscope.engines import settings
 from stepscope.errors import ours
-from stepscope.files.manifest.records import SWITCHES, FrameworkSettings, Setting, is_number
+from stepscope.files.manifest import SWITCHES, FrameworkSettings, Setting, is_number
 
 _ABSENT = object()
 

@@ -21,7 +21,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files import layout
 from stepscope.files.layout import RunLayout
-from stepscope.files.storage.atomic import private
+from stepscope.files.storage import private
 
 MAIN = "STEPSCOPE_RUN_PID"
 """Environment variable in which `stepscope run` states the program's process id. A Python program appends

@@ -14,9 +14,9 @@ from stepscope._recording.process import failures, fork
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope.backends.protocol import PendingArtifact
 from stepscope.errors import ours
-from stepscope.files.layout import sidecar_of
+from stepscope.files.layout import free_path, sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.files.storage.atomic import compress, free_path, temporary
+from stepscope.files.storage import compress, temporary
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from stepscope._recording.process import failures
 from stepscope.errors import ours
-from stepscope.files.storage import reading
+from stepscope.files import storage
 
 TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
     (
@@ -47,7 +47,7 @@ def forgets(name: str, forget: Callable[[], None]) -> None:
 
 def _in_child() -> None:
     failures.renew_lock()
-    reading.renew_lock()
+    storage.renew_lock()
     for name, forget in TABLE.items():
         if forget is None:
             continue

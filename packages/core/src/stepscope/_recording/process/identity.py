@@ -16,7 +16,7 @@ from stepscope._recording.process import failures, fork
 from stepscope.config import ThroughputConfig
 from stepscope.engines.protocol import distributions
 from stepscope.errors import ours
-from stepscope.files.manifest.records import Hardware
+from stepscope.files.manifest import Hardware
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import bounded
 

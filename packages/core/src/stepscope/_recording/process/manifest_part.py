@@ -17,8 +17,7 @@ from stepscope._recording.process import failures
 from stepscope.errors import ours
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold, of_the_last, part_files, with_late_files, write_manifest
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     AWAITED,
     Absent,
     Expectation,
@@ -29,8 +28,9 @@ from stepscope.files.manifest.records import (
     State,
     awaited,
 )
+from stepscope.files.manifest_parts import fold, of_the_last, part_files, with_late_files, write_manifest
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage import write_atomic
 
 
 class ManifestPart:

@@ -17,7 +17,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.files.run import RunRecord
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage import write_atomic
 
 _recorded: set[str] = set()
 """Folders for which `record` has written `run.json`. One writer: `record`."""

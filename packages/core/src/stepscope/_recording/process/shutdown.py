@@ -20,7 +20,7 @@ from stepscope._recording.process import failures, identity
 from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 
 EXIT_S = 60.0
 SIGTERM_S = 5.0

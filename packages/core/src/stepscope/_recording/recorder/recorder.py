@@ -40,13 +40,13 @@ from stepscope.errors import ours
 from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import part_files
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
+from stepscope.files.manifest_parts import part_files
 from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
 from stepscope.files.states import ProcessState, RayCall
-from stepscope.files.storage.atomic import create_once, write_atomic
+from stepscope.files.storage import create_once, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

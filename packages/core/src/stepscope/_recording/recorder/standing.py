@@ -14,10 +14,10 @@ from stepscope._recording.session import activation
 from stepscope._recording.spans import collective_calls, slot
 from stepscope.config import ProfileConfig
 from stepscope.errors import RecordError, ours
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 from stepscope.files.recorder import WHY, Order
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage import read_record
 
 LONGEST_S = 0.5
 """Longest time between two checks for orders. A check is one `stat`. `stepscope why` waits for the next

@@ -30,7 +30,7 @@ from stepscope.files import counters
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     Ending,
     Expectation,
     ProcessPart,
@@ -42,7 +42,7 @@ from stepscope.files.passes import PassFile
 from stepscope.files.recorder import Order
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage import write_atomic
 
 COUNTERS_HZ = 1.0
 """Samples of counters per second between captures."""

@@ -16,7 +16,7 @@ from stepscope._recording.spans.carrier import keep_places
 from stepscope._recording.spans.scopes import Scope
 from stepscope._recording.spans.slot import FlightRecorder
 from stepscope._recording.spans.span import Span
-from stepscope.files.manifest.records import Ending
+from stepscope.files.manifest import Ending
 
 _held: dict[str, Claim] = {}
 """{"this process": the claim}, or empty. `dict.setdefault` is atomic, so no lock is needed, which an

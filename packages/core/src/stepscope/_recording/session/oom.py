@@ -22,9 +22,9 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files.cuda_memory import OutOfMemory, write_out_of_memory
 from stepscope.files.layout import RunLayout, safe
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import private, temporary
+from stepscope.files.storage import private, temporary
 
 MOST_RECORDS = 100
 """Largest number of records of one process, because a search for the largest batch size runs out of memory

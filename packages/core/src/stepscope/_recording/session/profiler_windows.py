@@ -28,7 +28,7 @@ from stepscope.errors import BackendError, ours
 from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.records import Expectation, awaited
+from stepscope.files.manifest import Expectation, awaited
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.files.spans import PROFILING
 from stepscope.files.values import AttrValue, bounded

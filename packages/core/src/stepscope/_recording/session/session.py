@@ -40,7 +40,7 @@ from stepscope.errors import BackendError, ours
 from stepscope.files import clock
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     Absent,
     Ending,
     Expectation,

@@ -28,7 +28,7 @@ from stepscope.files import clock
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import append_whole, private
+from stepscope.files.storage import append_whole, private
 
 if TYPE_CHECKING:
     from io import FileIO

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
-from stepscope.files.storage.reading import open_file
+from stepscope.files.storage import open_file
 from stepscope_report.timeline.readers.contract import Notes
 
 BLOCK = 1 << 17

@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeAlias
 
 import msgspec
 
-from stepscope.files.storage.reading import MAX_BYTES, open_file
+from stepscope.files.storage import MAX_BYTES, open_file
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded
 from stepscope_report.timeline.clocks import FARTHEST_NS
 from stepscope_report.timeline.sources import RecordFile

@@ -18,14 +18,14 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files import passes
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold, of_the_last
-from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest_parts import fold, of_the_last
 from stepscope.files.scalars import read_metrics
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.spans import BEGIN_ONLY, CONSUME, STEP_TOKENS, Open, only_waits
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.states import ProcessState
-from stepscope.files.storage.reading import read_records
+from stepscope.files.storage import read_records
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope_report.timeline.clocks import Aligned, Placement, Reference, align, align_owner
 from stepscope_report.timeline.clocks.refine import refine, traces_by_source

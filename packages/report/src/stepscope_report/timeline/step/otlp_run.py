@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.storage.reading import files_below
+from stepscope.files.storage import files_below
 from stepscope.files.trace_context import TraceContext
 from stepscope_report.timeline.clocks import NOT_NEAR, Hours, is_wall
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Span, Timeline, Window

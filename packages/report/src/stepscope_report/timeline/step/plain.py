@@ -25,7 +25,7 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
-from stepscope.files.storage.reading import files_below
+from stepscope.files.storage import files_below
 from stepscope_report.timeline.activity.content import ProfilerStep, TraceContent
 from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading
 from stepscope_report.timeline.activity.intervals import Pair

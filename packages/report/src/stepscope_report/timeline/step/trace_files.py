@@ -15,7 +15,7 @@ from stepscope.files import passes
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
-from stepscope.files.storage.reading import files_below, read_record, size_below
+from stepscope.files.storage import files_below, read_record, size_below
 from stepscope_report.timeline.model import FileProblem
 from stepscope_report.timeline.readers.chrome import SUFFIXES, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Reader, Readers

@@ -14,7 +14,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.records import (
+from stepscope.files.manifest import (
     AWAITED,
     FORMAT,
     LATE,
@@ -26,8 +26,7 @@ from stepscope.files.manifest.records import (
     of_engine,
 )
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
-from stepscope.files.storage.atomic import is_running, write_atomic
-from stepscope.files.storage.reading import decode, read_file, read_records
+from stepscope.files.storage import decode, is_running, read_file, read_records, write_atomic
 
 
 def with_late_files(layout: StepLayout, parts: Sequence[ProcessPart]) -> list[ProcessPart]:

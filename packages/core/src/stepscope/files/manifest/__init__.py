@@ -1,1 +1,0 @@
-"""The manifest of a captured step: its records and its parts."""

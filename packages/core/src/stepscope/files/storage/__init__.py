@@ -1,1 +1,0 @@
-"""Atomic writes, and safe reads of files with arbitrary content."""
