@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import needed_at_the_top
-from stepscope.backends.cuda_memory.backend import summarise
+from stepscope.backends.cuda_memory import summarise
 from tests.tree import CORE, REPORT, ROOT, project
 from tools.gpu import parts, smi
 from tools.gpu.page import LARGEST_BYTES, PRETENDED, keep_small, write_results

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepscope.backends import load_backend
-from stepscope.backends.cuda_memory.backend import CudaMemoryBackend, history_options
+from stepscope.backends.cuda_memory import CudaMemoryBackend, history_options
 from stepscope.config import CudaMemoryConfig, ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.testing.backend_conformance import BackendConformance, MakeBackend, a_window, discard, written

@@ -18,8 +18,8 @@ from stepscope import ProfileConfig, capture
 from stepscope._recording.fanout import worker_side
 from stepscope._recording.fanout.messages import PrepareRequest
 from stepscope._recording.session import budget, oom
-from stepscope.backends.cuda_memory import oom as cuda_oom
-from stepscope.backends.cuda_memory.backend import CudaMemoryBackend
+from stepscope.backends import cuda_oom
+from stepscope.backends.cuda_memory import CudaMemoryBackend
 from stepscope.files.cuda_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest_parts import read_parts

@@ -12,7 +12,7 @@ import pytest
 
 from packages.report.tests.steps import close, printed
 from packages.report.tests.traces import put as put_file
-from stepscope.backends.cuda_memory.backend import LISTED, summarise
+from stepscope.backends.cuda_memory import LISTED, summarise
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report

@@ -16,8 +16,8 @@ from stepscope._recording.process.failures import describe
 from stepscope._recording.session import budget
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
-from stepscope.backends.cuda_memory import backend, oom
-from stepscope.backends.cuda_memory.oom import Shortage
+from stepscope.backends import cuda_memory, cuda_oom
+from stepscope.backends.cuda_oom import Shortage
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files.cuda_memory import OutOfMemory, write_out_of_memory
@@ -66,8 +66,8 @@ class _Watch:
 
     def begin(self) -> None:
         history = self.config.cuda_memory.oom_any_step == "history"
-        options = backend.history_options(self.config.cuda_memory) if history else None
-        oom.watch(self.keep, options, _refused)
+        options = cuda_memory.history_options(self.config.cuda_memory) if history else None
+        cuda_oom.watch(self.keep, options, _refused)
 
     def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
         """

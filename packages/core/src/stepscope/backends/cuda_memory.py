@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepscope.backends.cuda_memory import oom
+from stepscope.backends import cuda_oom
 from stepscope.backends.process_lock import ProcessLock
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import CudaMemoryConfig, ProfileConfig
@@ -190,7 +190,7 @@ class CudaMemoryBackend:
         self._window, self._has_begun = window, False  # set first, so that stop() cleans up
         try:
             _HISTORY.acquire(f"the CUDA memory history of step {window.step}", by=self)
-            oom.suspend()
+            cuda_oom.suspend()
             if torch._C._cuda_isHistoryEnabled():
                 raise ProfilerBusyError(
                     "the CUDA memory history is recorded by other code. Fix: end it with "
@@ -205,8 +205,8 @@ class CudaMemoryBackend:
                 raise BackendError(f"the CUDA memory history did not start: {error}") from error
             raise
         if self._config.on_oom:
-            oom.in_window(self.on_oom)
-            reason = oom.attach()
+            cuda_oom.in_window(self.on_oom)
+            reason = cuda_oom.attach()
             self._ignored = {} if reason is None else {"cuda_memory.on_oom": reason}
 
     def advance(self) -> None:
@@ -222,7 +222,7 @@ class CudaMemoryBackend:
         if self._window is None or _HISTORY.holder is None:
             self._window = None
             return []  # not started, or a forked child: the history belongs to the parent
-        oom.in_window(None)
+        cuda_oom.in_window(None)
         if not self._has_begun:
             self._give_back()
             return []
@@ -247,7 +247,7 @@ class CudaMemoryBackend:
         return artifacts
 
     def _give_back(self) -> None:
-        oom.resume()
+        cuda_oom.resume()
         _HISTORY.release(by=self)
         self._window = None  # cleared last, so that a second stop() after an interrupt repeats everything
 

@@ -1,1 +1,0 @@
-"""The `cuda_memory` backend: the history of the CUDA caching allocator."""
