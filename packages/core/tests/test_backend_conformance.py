@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.backends import Backend
-from stepscope.backends.threaded.window_thread import MAIN, OWNER, thread_for_window
 from stepscope.backends.torch.backend import TorchBackend
+from stepscope.backends.window_thread import MAIN, OWNER, thread_for_window
 from stepscope.config import ProfileConfig, TorchConfig
 from stepscope.testing.backend_conformance import BackendConformance, MakeBackend
 from stepscope.testing.fake_backend import FakeBackend

@@ -23,8 +23,8 @@ from stepscope import ProfileConfig, capture, span
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.process import exports, private_loop
 from stepscope._recording.spans import slot
+from stepscope.backends import window_thread
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded import window_thread
 from stepscope.backends.torch import foreign_sessions, window
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest

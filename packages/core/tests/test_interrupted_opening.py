@@ -34,9 +34,9 @@ from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import Backend
-from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.backends.torch import foreign_sessions
 from stepscope.backends.torch.backend import TorchBackend
+from stepscope.backends.undisturbed import postponed
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending, Manifest, ProcessPart

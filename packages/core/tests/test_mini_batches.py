@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.backends.threaded.scheduled_window import Phase, Place, first_active, place
+from stepscope.backends.scheduled_window import Phase, Place, first_active, place
 from stepscope.config import ScheduleConfig
 
 few = st.integers(0, 4)

@@ -17,8 +17,8 @@ import torch
 
 from stepscope import capture
 from stepscope.backends import PendingArtifact, SpanInfo
-from stepscope.backends.threaded.window_thread import MAIN
 from stepscope.backends.torch.backend import TorchBackend
+from stepscope.backends.window_thread import MAIN
 from stepscope.config import BudgetConfig, ProfileConfig, ScheduleConfig, TorchConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.testing.backend_conformance import a_window, discard, in_thread, written

@@ -43,7 +43,7 @@ PRELUDE = """
 import atexit, threading
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
-from stepscope.backends.threaded.window_thread import MAIN, OWNER, run_on
+from stepscope.backends.window_thread import MAIN, OWNER, run_on
 from stepscope.config import ProfileConfig, TorchConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.testing.backend_conformance import a_window, in_thread

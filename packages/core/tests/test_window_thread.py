@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from stepscope.backends.process_lock import ProcessLock
-from stepscope.backends.threaded.window_thread import (
+from stepscope.backends.window_thread import (
     MAIN,
     OWNER,
     Task,

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from stepscope.backends import PendingArtifact, SpanInfo, Window
-from stepscope.backends.threaded.window_thread import (
+from stepscope.backends.torch import foreign_sessions
+from stepscope.backends.window_thread import (
     HeldWindow,
     Late,
     about,
@@ -23,7 +24,6 @@ from stepscope.backends.threaded.window_thread import (
     thread_for_window,
     title,
 )
-from stepscope.backends.torch import foreign_sessions
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope.files.layout import RunLayout

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from stepscope.backends.threaded.scheduled_window import Place, ScheduledWindow
-from stepscope.backends.threaded.window_thread import WindowThread
+from stepscope.backends.scheduled_window import Place, ScheduledWindow
 from stepscope.backends.torch.foreign_sessions import busy as torch_busy
+from stepscope.backends.window_thread import WindowThread
 from stepscope.config import ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope_npu import _disk, _recordings

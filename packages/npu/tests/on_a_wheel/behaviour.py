@@ -22,8 +22,8 @@ from packages.npu.tests.on_a_wheel.unpacked import Compiled
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.backends import PendingArtifact, SpanInfo
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded.window_thread import Late
 from stepscope.backends.torch.backend import TorchBackend
+from stepscope.backends.window_thread import Late
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest

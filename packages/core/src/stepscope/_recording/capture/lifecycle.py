@@ -32,7 +32,7 @@ from stepscope._recording.process.identity import running_loop
 from stepscope._recording.session import activation
 from stepscope._recording.session.activation import Claim, Taker
 from stepscope._recording.session.session import Session
-from stepscope.backends.threaded.undisturbed import postponed, undisturbed
+from stepscope.backends.undisturbed import postponed, undisturbed
 from stepscope.engines.own_thread import opened_on, own_thread
 from stepscope.errors import CaptureError, CaptureOpenError, is_users
 from stepscope.files.manifest import Ending

@@ -32,7 +32,7 @@ from stepscope._recording.session.selection import decide_process, library_loade
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot, wrapping
 from stepscope.backends import load_backend
-from stepscope.backends.threaded.undisturbed import undisturbed
+from stepscope.backends.undisturbed import undisturbed
 from stepscope.engines import EngineProfiler, local_engines
 from stepscope.errors import ours
 from stepscope.files import switch

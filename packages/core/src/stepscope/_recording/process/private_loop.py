@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar
 
 from stepscope._recording.process import fork
-from stepscope.backends.threaded.undisturbed import undisturbed
+from stepscope.backends.undisturbed import undisturbed
 from stepscope.errors import ours
 
 T = TypeVar("T")

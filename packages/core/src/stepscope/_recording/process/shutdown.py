@@ -17,7 +17,7 @@ from functools import partial
 from types import FrameType
 
 from stepscope._recording.process import failures, identity
-from stepscope.backends.threaded.undisturbed import postponed
+from stepscope.backends.undisturbed import postponed
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files.manifest import Ending

@@ -22,7 +22,7 @@ from stepscope._recording.spans.maker import SpanMaker
 from stepscope._recording.spans.span import Span, record
 from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded.undisturbed import undisturbed
+from stepscope.backends.undisturbed import undisturbed
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ours
 from stepscope.files import clock

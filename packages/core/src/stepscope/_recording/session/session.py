@@ -33,7 +33,7 @@ from stepscope._recording.spans import redaction
 from stepscope._recording.spans.log import SpanLog, span_cost_ns
 from stepscope._recording.spans.span import mark, mark_consumed
 from stepscope.backends import load_backend
-from stepscope.backends.threaded.undisturbed import postponed
+from stepscope.backends.undisturbed import postponed
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours

@@ -20,7 +20,10 @@ from types import MappingProxyType
 import msgspec
 
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
-from stepscope.backends.threaded.window_thread import (
+from stepscope.backends.torch import foreign_sessions, record_function_scopes
+from stepscope.backends.torch import window as torch_window
+from stepscope.backends.torch.window import Options, Recorded, TorchWindow, resolve
+from stepscope.backends.window_thread import (
     HeldWindow,
     Late,
     about,
@@ -31,9 +34,6 @@ from stepscope.backends.threaded.window_thread import (
     thread_for_window,
     title,
 )
-from stepscope.backends.torch import foreign_sessions, record_function_scopes
-from stepscope.backends.torch import window as torch_window
-from stepscope.backends.torch.window import Options, Recorded, TorchWindow, resolve
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours
 

@@ -19,9 +19,9 @@ from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, ClassVar
 
-from stepscope.backends.threaded.scheduled_window import Phase, Place, ScheduledWindow
-from stepscope.backends.threaded.window_thread import WindowThread
+from stepscope.backends.scheduled_window import Phase, Place, ScheduledWindow
 from stepscope.backends.torch import foreign_sessions
+from stepscope.backends.window_thread import WindowThread
 from stepscope.config import ScheduleConfig, TorchConfig
 from stepscope.errors import BackendError, ProfilerBusyError, is_users, ours
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded.window_thread import WindowThread
+from stepscope.backends.window_thread import WindowThread
 from stepscope.config import ScheduleConfig
 from stepscope.errors import BackendError, is_users, ours
 

@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from stepscope.backends.protocol import Window
-from stepscope.backends.threaded.undisturbed import undisturbed
+from stepscope.backends.undisturbed import undisturbed
 from stepscope.errors import BackendError, ProfilerBusyError, is_users, ours
 
 ANSWER_S = 1.0
