@@ -115,7 +115,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 PROCESS_STATE = {
-    "stepscope._recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
+    "stepscope._recording.session.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
     "stepscope._recording.capture.conclusion": ("_is_torch_explained",),
     "stepscope._recording.capture.configure": ("_configured",),
     "stepscope._recording.capture.omissions": ("_prepared",),

@@ -78,7 +78,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 def nothing_is_left() -> Iterator[None]:
     """End the work after captures, done or not, together with the test."""
     yield
-    from stepscope._recording.after import pipeline
+    from stepscope._recording.session import pipeline
 
     pipeline.end("the test ended", 30, patient=False)
 

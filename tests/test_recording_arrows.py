@@ -19,9 +19,8 @@ BELOW = {
     "instrument": {"spans", "process"},
     "session": {"counters", "spans", "process"},
     "recorder": {"session", "counters", "spans", "process"},
-    "after": {"session", "instrument", "spans", "process"},
-    "fanout": {"after", "recorder", "session", "instrument", "spans", "process"},
-    "capture": {"fanout", "after", "recorder", "session", "instrument", "spans", "process"},
+    "fanout": {"recorder", "session", "instrument", "spans", "process"},
+    "capture": {"fanout", "recorder", "session", "instrument", "spans", "process"},
 }
 """Room -> the rooms that it may import."""
 ROOT = "stepscope._recording."

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports
 from stepscope._recording.process import run as run_identity
 from stepscope._recording.session import budget as control
+from stepscope._recording.session import pipeline
 from stepscope._recording.spans import slot
 from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, capture, flush
-from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports, manifest_part, shutdown
+from stepscope._recording.session import pipeline
 from stepscope._recording.spans.log import SpanLog
 from stepscope.engines import EngineProfiler
 from stepscope.files import manifest_parts

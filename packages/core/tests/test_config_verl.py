@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports
+from stepscope._recording.session import pipeline
 from stepscope.config import EngineConfig, IterationsConfig, _verl
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference

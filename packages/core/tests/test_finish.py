@@ -21,9 +21,9 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
-from stepscope._recording.after import pipeline, programs
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import exports, shutdown
+from stepscope._recording.session import pipeline, programs
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation, Manifest, awaited

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports, failures, fork
+from stepscope._recording.session import pipeline
 from stepscope._recording.spans.span import thread
 
 

@@ -21,7 +21,6 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, profile_step, request_capture
-from stepscope._recording.after import pipeline, programs
 from stepscope._recording.capture import on_demand
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.capture.result import CaptureResult
@@ -30,7 +29,7 @@ from stepscope._recording.fanout.messages import WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.process import exports
 from stepscope._recording.recorder import steps
-from stepscope._recording.session import budget
+from stepscope._recording.session import budget, pipeline, programs
 from stepscope._recording.session.session import Session
 from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout

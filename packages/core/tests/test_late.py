@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording.after import pipeline
+from stepscope._recording.session import pipeline
 from stepscope.engines import EngineCapture, patience_s
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation, Manifest, ProcessPart

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stepscope._recording.after.hooks import (
+from stepscope._recording.session.hooks import (
     advance,
     consume,
     flush,

@@ -22,8 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from stepscope import ProfileConfig, capture, on_report, profile_step, span, trajectory
-from stepscope._recording.after import pipeline
 from stepscope._recording.process import exports
+from stepscope._recording.session import pipeline
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation
 from stepscope.files.manifest_parts import fold, read_parts

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import wrapt
 from omegaconf import OmegaConf
 
-from stepscope._recording.after.hooks import advance
 from stepscope._recording.capture import configure
 from stepscope._recording.capture.capture import Capture, capture
 from stepscope._recording.process import failures
+from stepscope._recording.session.hooks import advance
 from stepscope._recording.spans import api, slot
 from stepscope.config import ProfileConfig, resolve
 from stepscope.errors import ours

@@ -13,14 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope._recording.after import pipeline
-from stepscope._recording.after.programs import COMMAND
 from stepscope._recording.capture import omissions, on_demand, result
 from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.process import exports, failures, identity
 from stepscope._recording.recorder import standing, steps
-from stepscope._recording.session import activation
+from stepscope._recording.session import activation, pipeline
+from stepscope._recording.session.programs import COMMAND
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of

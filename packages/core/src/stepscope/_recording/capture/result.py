@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from stepscope._recording.after import hooks, pipeline
 from stepscope._recording.process import exports, failures
+from stepscope._recording.session import hooks, pipeline
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo

@@ -15,7 +15,6 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from stepscope._recording.after import pipeline
 from stepscope._recording.capture import conclusion, omissions, on_demand
 from stepscope._recording.capture.asked import Asked, Closing
 from stepscope._recording.capture.files import CapturedFiles
@@ -24,6 +23,7 @@ from stepscope._recording.fanout.messages import StopRequest
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.process import failures, identity, run
 from stepscope._recording.process.identity import identify
+from stepscope._recording.session import pipeline
 from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from stepscope._recording.after import pipeline
 from stepscope._recording.process import failures, fork, identity
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.process.private_loop import within
-from stepscope._recording.session import selection
+from stepscope._recording.session import pipeline, selection
 from stepscope._recording.session.session import Session
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations

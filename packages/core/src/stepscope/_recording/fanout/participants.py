@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
-from stepscope._recording.after import pipeline
 from stepscope._recording.fanout.engines import EngineGroup
 from stepscope._recording.fanout.fetch import Home
 from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
 from stepscope._recording.fanout.ray_fleet import load_fleet
 from stepscope._recording.process import failures, identity
 from stepscope._recording.process.manifest_part import ManifestPart
+from stepscope._recording.session import pipeline
 from stepscope._recording.session.session import Session
 from stepscope.config._fields import closest
 from stepscope.engines import installed, load_engine, recognise

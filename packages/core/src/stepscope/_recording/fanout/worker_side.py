@@ -11,7 +11,6 @@ import time
 import weakref
 from functools import partial
 
-from stepscope._recording.after import pipeline
 from stepscope._recording.fanout import fetch
 from stepscope._recording.fanout.messages import (
     PrepareAnswer,
@@ -26,7 +25,7 @@ from stepscope._recording.process import shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import standing
-from stepscope._recording.session import activation, oom
+from stepscope._recording.session import activation, oom, pipeline
 from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.selection import decide_process, library_loaded, may_record, missing_ranks
 from stepscope._recording.session.session import Session

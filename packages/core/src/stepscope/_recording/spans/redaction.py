@@ -18,7 +18,7 @@ REDACTED = "[redacted]"
 
 hook: Callable[[str, AttrValue], AttrValue] | None = None
 """Function of the user that is called for every attribute before it is written, or None. One writer:
-`stepscope._recording.after.hooks`."""
+`stepscope._recording.session.hooks`."""
 
 
 def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[str, AttrValue]:

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope._recording.after.programs import COMMAND, SCALARS, Chores, ClosedCapture
 from stepscope._recording.process import exports, failures, fork, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.process.work_queue import WorkQueue
+from stepscope._recording.session.programs import COMMAND, SCALARS, Chores, ClosedCapture
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Ending, Expectation, awaited
 from stepscope.files.scalars import StepScalars
@@ -31,7 +31,7 @@ artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
 capture_hooks: list[Callable[[Any], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
 """Hooks of `on_artifact`, `on_capture` and `on_report`. One writer of these lists:
-`stepscope._recording.after.hooks`."""
+`stepscope._recording.session.hooks`."""
 _awaited: set[int] = set()
 """Closed steps whose files are being written. Writers: `hand_over`, `_capture_done`, `_forget`."""
 _MOST_UNFOLDED = 16

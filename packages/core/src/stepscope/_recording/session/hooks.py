@@ -120,7 +120,7 @@ def on_report(hook: ReportHook) -> ReportHook:
 
 
 def _pipeline() -> ModuleType:
-    from stepscope._recording.after import pipeline  # imported here, because it imports much
+    from stepscope._recording.session import pipeline  # imported here, because it imports much
 
     return pipeline
 

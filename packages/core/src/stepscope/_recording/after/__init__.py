@@ -1,1 +1,0 @@
-"""Work after a capture, once its files are written: hooks, the user's command, and figures."""
