@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stepscope.files.uncaptured import alike, like
+from stepscope.files.steps import alike, like
 
 MS = 1_000_000
 

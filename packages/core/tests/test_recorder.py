@@ -54,9 +54,9 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending, Manifest
 from stepscope.files.manifest_parts import fold, read_parts
-from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.steps import StepLine, read_step_lines
 from stepscope_report import StepReport, step_report
 from stepscope_report.cli import run
 from stepscope_report.html.step_page import render_step

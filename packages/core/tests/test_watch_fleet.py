@@ -14,7 +14,7 @@ from stepscope._recording.capture import on_demand
 from stepscope._recording.recorder import standing, steps
 from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import StepLine
+from stepscope.files.steps import StepLine
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.cli.watch import look

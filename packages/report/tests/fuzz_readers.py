@@ -32,8 +32,8 @@ def _targets(atheris: Any, folder: Path) -> dict[str, Callable[[bytes], object]]
         from stepscope.files.requests import Listening, read_requests
         from stepscope.files.run import RunRecord
         from stepscope.files.sidecar import Sidecar
+        from stepscope.files.steps import read_uncaptured
         from stepscope.files.storage import read_record
-        from stepscope.files.uncaptured import read_uncaptured
         from stepscope_report.timeline import load_step, merge_step
         from stepscope_report.timeline.readers.chrome import ChromeTrace
         from stepscope_report.timeline.readers.contract import FoundFile, Notes

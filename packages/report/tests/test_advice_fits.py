@@ -13,7 +13,7 @@ from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
-from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.steps import UncapturedStep
 from stepscope.testing.steps import OPENED_NS, FakeProcess
 from stepscope_report import Advice, StepReport, phaseless_engines, step_report
 from stepscope_report.sections.engines import say_phaseless

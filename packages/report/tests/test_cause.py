@@ -23,8 +23,8 @@ from packages.report.tests.traces import add_trace, event
 from stepscope.files.counters import CounterScope
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Absent, Hardware
-from stepscope.files.recorder import StepLine
 from stepscope.files.spans import SpanLink
+from stepscope.files.steps import StepLine
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report

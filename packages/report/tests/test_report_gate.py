@@ -15,8 +15,7 @@ from packages.report.tests.commands import Command
 from packages.report.tests.simulated_gate import names_stage, pair_gate
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import StepLine
-from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.steps import StepLine, UncapturedStep
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.cli import run
 from stepscope_report.gate import (

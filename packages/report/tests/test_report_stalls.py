@@ -16,7 +16,7 @@ from packages.report.tests.steps import MS, Row, a_step, close
 from packages.report.tests.test_report_breakdown import account, driver_of
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Stall
-from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.steps import UncapturedStep
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import idle_times, step_breakdown, step_report

@@ -10,7 +10,7 @@ import pytest
 from stepscope import ProfileConfig, capture, span, step_tokens
 from stepscope._recording.recorder import standing
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import StepLine, read_step_lines
+from stepscope.files.steps import StepLine, read_step_lines
 from stepscope_report import step_report
 from stepscope_report.timeline import Timeline, load_step
 

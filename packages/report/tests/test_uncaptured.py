@@ -16,7 +16,7 @@ from stepscope._recording.process import shutdown
 from stepscope._recording.recorder import steps
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending, Expectation
-from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
+from stepscope.files.steps import UncapturedStep, read_uncaptured
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import StepReport, step_report, to_scalars
 from stepscope_report.cli.ls import rows_of

@@ -11,9 +11,9 @@ from packages.core.tests.test_why import hanging
 from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.recorder import standing
-from stepscope.files.recorder import StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
+from stepscope.files.steps import StepLine
 from stepscope_report.live import live
 
 pytestmark = pytest.mark.usefixtures("one_recorder")

@@ -21,8 +21,7 @@ import msgspec
 
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, safe
-from stepscope.files.recorder import read_step_lines
-from stepscope.files.uncaptured import alike, comparable, read_uncaptured, rhythms
+from stepscope.files.steps import alike, comparable, read_step_lines, read_uncaptured, rhythms
 from stepscope_report.model import StepReport
 
 Source: TypeAlias = Literal["captured", "unprofiled"]

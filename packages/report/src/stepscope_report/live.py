@@ -19,10 +19,9 @@ from stepscope.files.counters import (
     TORCH_RESERVED,
     WAITING_REQUESTS,
 )
-from stepscope.files.recorder import StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import CounterNow, OpenSpan, ProcessState
-from stepscope.files.uncaptured import like
+from stepscope.files.steps import StepLine, like
 from stepscope_report.accounting import rank_of
 from stepscope_report.formatting import middle
 from stepscope_report.table import grouped

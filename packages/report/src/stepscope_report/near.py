@@ -11,8 +11,8 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.steps import alike
 from stepscope.files.storage import read_records
-from stepscope.files.uncaptured import alike
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
 from stepscope_report.holds import preempted_requests

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import WHY, Order
 from stepscope.files.states import ProcessState
+from stepscope.files.steps import WHY, Order
 from stepscope.files.storage import read_records, write_atomic
 from stepscope_report.why import ENDED
 

@@ -14,8 +14,8 @@ from rich.console import RenderableType
 from stepscope.config import StepRange, parse_steps
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout, safe
-from stepscope.files.recorder import recorded_runs
 from stepscope.files.run import RunSteps
+from stepscope.files.steps import recorded_runs
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import find_run, is_step, of_one_run

@@ -14,8 +14,8 @@ from stepscope.errors import RecordError
 from stepscope.files.cuda_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Recorded, State
+from stepscope.files.steps import comparable
 from stepscope.files.storage import size_below
-from stepscope.files.uncaptured import comparable
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import Exit
 from stepscope_report.cli.find import find_numbered

@@ -15,8 +15,8 @@ from rich.live import Live as Screen
 from rich.text import Text
 
 from stepscope.files.layout import RunLayout, StepLayout, safe
-from stepscope.files.recorder import recorded_runs
 from stepscope.files.run import runs_of
+from stepscope.files.steps import recorded_runs
 from stepscope.files.storage import write_atomic
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import StepLine, read_step_lines, recorded_runs
 from stepscope.files.run import steps_of_run
 from stepscope.files.states import ProcessState
+from stepscope.files.steps import StepLine, read_step_lines, recorded_runs
 from stepscope_report.cli import screen
 from stepscope_report.cli.asking import Question, fates
 from stepscope_report.cli.command import CommandError, Exit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.files.uncaptured import comparable
+from stepscope.files.steps import comparable
 from stepscope_report.accounting import rank_of
 from stepscope_report.formatting import count, duration, middle, numbers, percentage, signed
 from stepscope_report.sections import Section

@@ -18,7 +18,7 @@ import msgspec
 
 from stepscope.files.counters import GC
 from stepscope.files.spans import SEQUENCE, only_waits
-from stepscope.files.uncaptured import comparable
+from stepscope.files.steps import comparable
 from stepscope_report.accounting import Label, Pair, common_ns
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import Holds

@@ -17,7 +17,7 @@ from stepscope.files.manifest import Manifest, OwnCost
 from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
-from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.steps import UncapturedStep
 from stepscope.files.values import AttrValue
 
 Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "assumed", "unaligned"]

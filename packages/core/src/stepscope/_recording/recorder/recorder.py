@@ -42,10 +42,10 @@ from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending
 from stepscope.files.manifest_parts import part_files
-from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
 from stepscope.files.states import ProcessState, RayCall
+from stepscope.files.steps import Order, OrderedStep, StepLine
 from stepscope.files.storage import create_once, write_atomic
 
 if TYPE_CHECKING:

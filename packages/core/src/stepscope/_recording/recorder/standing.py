@@ -15,8 +15,8 @@ from stepscope._recording.spans import collective_calls, slot
 from stepscope.config import ProfileConfig
 from stepscope.errors import RecordError, ours
 from stepscope.files.manifest import Ending
-from stepscope.files.recorder import WHY, Order
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.steps import WHY, Order
 from stepscope.files.storage import read_record
 
 LONGEST_S = 0.5

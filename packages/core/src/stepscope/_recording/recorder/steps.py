@@ -24,10 +24,9 @@ from stepscope.files import clock, switch
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending
-from stepscope.files.recorder import StepLine
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, STEP_TOKENS
+from stepscope.files.steps import Stages, StepLine, UncapturedStep, alike, same_length
 from stepscope.files.storage import append_lines, write_atomic
-from stepscope.files.uncaptured import Stages, UncapturedStep, alike, same_length
 from stepscope.files.values import bounded
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope._recording.recorder.ring import Copied, Ring
 from stepscope._recording.recorder.state import communicators_in_time, in_time
 from stepscope._recording.recorder.steps import RecordedStep
-from stepscope._recording.spans import issued_calls, lines, scopes
+from stepscope._recording.spans import collective_calls, lines, scopes
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, passes, settings
@@ -39,9 +39,9 @@ from stepscope.files.manifest import (
     of_engine,
 )
 from stepscope.files.passes import PassFile
-from stepscope.files.recorder import Order
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
+from stepscope.files.steps import Order
 from stepscope.files.storage import write_atomic
 
 COUNTERS_HZ = 1.0
@@ -238,7 +238,7 @@ class StepWriter:
         """Return the collectives that C++ issued in the steps. Empty if torch does not tell them in time."""
         if not windows:
             return []
-        read = partial(issued_calls.issued, self._ring, windows[0].opened.mono_ns)
+        read = partial(collective_calls.issued, self._ring, windows[0].opened.mono_ns)
         return in_time("reading the collectives that C++ issued", read, _ASK_S) or []
 
     def _copy(self) -> tuple[Copied, str | None]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from stepscope._recording.process import fork, shutdown
 from stepscope._recording.session.session import Session
-from stepscope._recording.spans import collective_calls, compiled, issued_calls, scopes, slot
+from stepscope._recording.spans import collective_calls, compiled, scopes, slot
 from stepscope._recording.spans.carrier import keep_places
 from stepscope._recording.spans.scopes import Scope
 from stepscope._recording.spans.slot import FlightRecorder
@@ -98,7 +98,7 @@ def activate(session: Session) -> None:
     keep_places()
     compiled.leave_to_python()
     collective_calls.watch(session.config.collectives)
-    issued_calls.begin()
+    collective_calls.begin_issued()
     activations += 1
     session.switch_off = deactivate
     running = () if slot.recorder is None else slot.recorder.log.open_spans()
@@ -125,7 +125,7 @@ def deactivate(session: Session) -> None:
     """Switch recording off, if `session` is active."""
     if slot.active is session:
         collective_calls.sweep()
-        issued_calls.record(session.log, session.manifest_part.record.opened.mono_ns)
+        collective_calls.record_issued(session.log, session.manifest_part.record.opened.mono_ns)
         slot.active = recorder = slot.recorder
         if recorder is not None and (running := session.log.open_spans()):
             recorder.log.take(running)
