@@ -18,6 +18,7 @@ import msgspec
 import typer
 from rich.text import Text
 
+from stepscope import integrations
 from stepscope.config import (
     RESERVED_VARIABLES,
     ProfileConfig,
@@ -30,12 +31,11 @@ from stepscope.config import (
 )
 from stepscope.files import switch
 from stepscope.files.layout import CAPTURED, FAILED, RunLayout
-from stepscope.integrations import startup
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.terminal_blocks import listing
 
-STARTUP = Path(startup.__file__).parent
+STARTUP = Path(integrations.__file__).parent / "startup"
 RUN_PID = "STEPSCOPE_RUN_PID"
 """Variable with the id of the process that reports at its end that no step began. See
 `_recording.instrument.no_step`."""
