@@ -122,7 +122,7 @@ PROCESS_STATE = {
     "stepscope._recording.instrument.no_step": ("_config", "_steps", "_count", "_added"),
     "stepscope._recording.instrument.patch": ("refusals",),
     "stepscope._recording.process.failures": ("_noted", "_warned"),
-    "stepscope._recording.process.run": ("_prepared_in",),
+    "stepscope._recording.process.identity": ("_prepared_in",),
     "stepscope.engines.settings": ("_named",),
     "stepscope._recording.spans.redaction": ("hook",),
     "stepscope._recording.spans.wrapping": ("declared_roles",),

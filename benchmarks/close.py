@@ -14,7 +14,7 @@ import msgspec
 
 from stepscope import ProfileConfig, capture
 from stepscope._recording.process import exports
-from stepscope._recording.process.run import run_id
+from stepscope._recording.process.identity import run_id
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo

@@ -67,7 +67,7 @@ def test_the_wheel_of_the_sdk_records_and_does_nothing_else(tmp_path: Path) -> N
     wheel = built(CORE, tmp_path)
     parts = {name.split("/")[1] for name in wheel.root.namelist() if name.startswith("stepscope/")} - {""}
     folders = {"_recording", "backends", "config", "engines", "files", "integrations", "testing"}
-    assert parts == folders | {"__init__.py", "__main__.py", "_report.py", "errors.py", "py.typed"}
+    assert parts == folders | {"__init__.py", "__main__.py", "errors.py", "py.typed"}
     [info] = [path for path in wheel.iterdir() if path.name.endswith(".dist-info")]
     assert "console_scripts" not in (info / "entry_points.txt").read_text()
 

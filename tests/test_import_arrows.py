@@ -19,15 +19,14 @@ CORE_ARROWS = {
     "files": {"errors"},
     "backends": ON_DISK,
     "engines": ON_DISK | {"backends"},
-    "_recording": ON_DISK | {"backends", "engines", "_report"},
+    "_recording": ON_DISK | {"backends", "engines"},
     "integrations": {"config", "errors", "files", "_recording"},
-    "_report": set[str](),
     "testing": ON_DISK | {"backends", "engines", "_recording"},
-    "__init__": {"config", "errors", "files", "_recording", "integrations", "_report"},
-    "__main__": {"_report"},
+    "__init__": {"config", "errors", "files", "_recording", "integrations"},
+    "__main__": {"_recording"},
 }
 """Part of the core -> other parts that it may import."""
-READS_THE_REPORT = {"_report", "__main__"}
+READS_THE_REPORT = {"__main__"}
 """Parts of the core that import the report, if it is installed."""
 
 TABLES = {
@@ -118,7 +117,7 @@ def test_imports_inside_a_package_follow_the_arrows(
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_the_core_imports_the_report_in_two_places() -> None:
+def test_the_core_imports_the_report_in_one_place() -> None:
     wrong = [
         entry
         for entry in inside(CORE, "stepscope_report")

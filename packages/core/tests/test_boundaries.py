@@ -327,7 +327,7 @@ def test_the_profiler_is_started_for_nothing_once_before_the_first_step(
         monkeypatch.setattr(f"{user}.load_backend", lambda tool, config: backend)
     monkeypatch.setattr("stepscope._recording.fanout.worker_side.library_loaded", lambda tool: True)
     monkeypatch.setattr("stepscope._recording.session.session.library_loaded", lambda tool: False)
-    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
     seen = []
     entry = {"module": module, "name": "Loop.train_step", "step": "around"}
     configure(ProfileConfig(save_path=tmp_path / "run", steps=steps, instrument=[entry]))

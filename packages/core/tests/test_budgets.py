@@ -15,7 +15,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.process import exports
-from stepscope._recording.process import run as run_identity
+from stepscope._recording.process import identity as run_identity
 from stepscope._recording.session import budget as control
 from stepscope._recording.session import pipeline
 from stepscope._recording.spans import slot

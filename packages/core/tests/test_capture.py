@@ -25,7 +25,7 @@ from packages.core.tests.suspensions import CancelledAt
 from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
 from stepscope._recording.capture import capture as capture_module
 from stepscope._recording.fanout import worker_side
-from stepscope._recording.process import failures, manifest_part, run
+from stepscope._recording.process import failures, identity, manifest_part
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.scopes import current
@@ -655,7 +655,7 @@ async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: P
 def test_the_manifest_knows_whether_prepare_ran(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_prepared_in", 0)
+    monkeypatch.setattr(identity, "_prepared_in", 0)
     with capture(2, config=config):
         pass
     stepscope.prepare(config=config)

@@ -15,7 +15,7 @@ from stepscope import Capture, ProfileConfig, capture
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
 from stepscope._recording.fanout.worker_side import start_worker, stop_worker
-from stepscope._recording.process import run
+from stepscope._recording.process import identity
 from stepscope._recording.session import activation
 from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.session import Session
@@ -185,13 +185,13 @@ def test_a_claim_that_another_thread_frees_meanwhile_is_freed_in_silence(
 def test_threads_that_ask_for_the_id_of_the_run_at_once_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that listens for requests asks on a thread of its own, beside the first capture."""
     monkeypatch.delenv("STEPSCOPE_RUN_ID", raising=False)
-    monkeypatch.setattr(run, "_of_ray_job", lambda: None)
+    monkeypatch.setattr(identity, "_of_ray_job", lambda: None)
     for _ in range(ROUNDS):
-        monkeypatch.setattr(run, "_ids", {})
+        monkeypatch.setattr(identity, "_ids", {})
         ids: list[str] = []
 
         def ask(_: int, ids: list[str] = ids) -> None:
-            ids.append(run.run_id())
+            ids.append(identity.run_id())
 
         at_once(THREADS, ask)
-        assert set(ids) == {run.run_id()}
+        assert set(ids) == {identity.run_id()}

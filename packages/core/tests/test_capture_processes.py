@@ -18,7 +18,7 @@ import pytest
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.capture.result import CaptureResult
-from stepscope._recording.process.run import run_id
+from stepscope._recording.process.identity import run_id
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart

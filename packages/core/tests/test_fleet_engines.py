@@ -120,7 +120,7 @@ def test_an_unedited_program_is_not_held_for_a_worker_that_starts(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "PATIENCE_S", 1.0)
-    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
     config = ProfileConfig(save_path=tmp_path / "run", steps=[1], roles={"*": {"ranks": "all"}})
     ready = tmp_path / "ready"
     handle: Any = ray.remote(num_cpus=0)(Starting).remote(ready)

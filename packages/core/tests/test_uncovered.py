@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepscope._recording.instrument import uncovered
+from stepscope._recording.instrument import frameworks
 from stepscope.config.presets import preset_names, read_preset
 
 TRAIN = "transformers.trainer:Trainer.train"
@@ -14,9 +14,9 @@ TRAIN = "transformers.trainer:Trainer.train"
 
 @pytest.fixture(autouse=True)
 def trl() -> Iterator[None]:
-    uncovered.expect([read_preset("trl")])
+    frameworks.expect([read_preset("trl")])
     yield
-    uncovered.expect([])
+    frameworks.expect([])
 
 
 def trainer(name: str, module: str, *bases: type) -> type:
@@ -34,8 +34,8 @@ SFT = trainer("SFTTrainer", "trl.trainer.sft_trainer", BASE)
 def test_a_trainer_of_the_preset_and_a_class_derived_from_it_are_covered(
     cls: type, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uncovered.look(TRAIN, (cls(),))
-    assert (uncovered.uncovered(), caplog.messages) == ({}, [])
+    frameworks.check_covered(TRAIN, (cls(),))
+    assert (frameworks.uncovered(), caplog.messages) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def test_a_trainer_of_the_preset_and_a_class_derived_from_it_are_covered(
     ],
 )
 def test_any_other_trainer_is_named_once(cls: type, caplog: pytest.LogCaptureFixture) -> None:
-    uncovered.look(TRAIN, (cls(),))
-    uncovered.look(TRAIN, (cls(),))
+    frameworks.check_covered(TRAIN, (cls(),))
+    frameworks.check_covered(TRAIN, (cls(),))
     (line,) = caplog.messages
     assert f"{cls.__name__}: the preset 'trl'" in line
-    assert list(uncovered.uncovered()) == [cls.__name__]
+    assert list(frameworks.uncovered()) == [cls.__name__]
 
 
 def test_a_function_that_gets_no_trainer_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    uncovered.look("transformers.trainer_callback:CallbackHandler.on_step_end", (object(),))
+    frameworks.check_covered("transformers.trainer_callback:CallbackHandler.on_step_end", (object(),))
     assert caplog.messages == []
 
 

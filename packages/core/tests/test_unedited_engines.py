@@ -64,7 +64,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
     monkeypatch.setattr(local_engines, "_entries", [])
-    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
 
     def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
         entries: list[dict[str, object]] = [

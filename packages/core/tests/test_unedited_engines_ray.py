@@ -87,7 +87,7 @@ def trainer(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
-    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
     engines = {"torch": "self.handles"}
     step = {"module": "server_loop", "name": "Trainer.step", "step": "around", "engines": engines}
     roles = {"rollout": {"profiler": "off", "ranks": "all"}, "*": {"profiler": "off"}}

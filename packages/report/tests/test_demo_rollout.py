@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stepscope import ProfileConfig, capture, carrier, span, trajectory, turn
-from stepscope._recording.process.run import run_id
+from stepscope._recording.process.identity import run_id
 from stepscope.engines import passes
 from stepscope.files.layout import RunLayout
 from stepscope.files.passes import read_passes

@@ -11,7 +11,7 @@ import pytest
 
 from packages.report.tests.pictures import HOSTILE, rl_step
 from packages.report.tests.steps import printed
-from stepscope._recording.process import exports, run
+from stepscope._recording.process import exports, identity
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
 from stepscope.integrations.verl import MetricsLog
@@ -31,7 +31,7 @@ def logged(folder: Path, *values: dict[str, object], step: int = 2) -> dict[str,
     for some in values:
         log.log(step, some)
     exports.exporter().drain(10)
-    return read_metrics(RunLayout(folder).step(step), run.run_id())
+    return read_metrics(RunLayout(folder).step(step), identity.run_id())
 
 
 def report_with(folder: Path, values: dict[str, float]) -> StepReport:

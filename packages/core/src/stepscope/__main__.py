@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import sys
 
-from stepscope import _report
+from stepscope._recording.session.programs import REPORT_ABSENT, is_report_absent
 
-if _report.is_absent():
-    sys.stderr.write(f"error: there is no command: {_report.ABSENT}\n")
+if is_report_absent():
+    sys.stderr.write(f"error: there is no command: {REPORT_ABSENT}\n")
     sys.exit(2)
 
 from stepscope_report.cli import main

@@ -22,7 +22,7 @@ from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.utils.profiler.torch_profile import build_trace_basename
 
 import stepscope
-from stepscope._recording.process import run
+from stepscope._recording.process import identity
 from stepscope._recording.spans import slot
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import read_metrics
@@ -94,7 +94,7 @@ def test_the_logger_keeps_what_verls_own_file_has_of_a_captured_step(
         logger.log({**NUMBERS, "step": step}, step)
     stepscope.flush(10)
     written = [json.loads(line) for line in (tmp_path / "verl.jsonl").read_text().splitlines()]
-    assert read_metrics(RunLayout(tmp_path).step(2), run.run_id()) == written[1]["data"]
+    assert read_metrics(RunLayout(tmp_path).step(2), identity.run_id()) == written[1]["data"]
     assert sorted(RunLayout(tmp_path).steps()) == [2]
 
 

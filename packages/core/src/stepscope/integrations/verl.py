@@ -25,7 +25,7 @@ import msgspec
 import wrapt
 
 from stepscope._recording.capture import configure
-from stepscope._recording.process import exports, failures, identity, run
+from stepscope._recording.process import exports, failures, identity
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.api import span
 from stepscope._recording.spans.scopes import current
@@ -119,7 +119,7 @@ class MetricsLog:
         try:
             earlier = self._values if step == self._step else {}
             self._step, self._values = step, {**earlier, **_numbers(values)}
-            metrics = StepMetrics(run_id=run.run_id(), step=step, values=self._values)
+            metrics = StepMetrics(run_id=identity.run_id(), step=step, values=self._values)
             # Queued after the exports of the capture, which create the folder.
             exports.exporter().then(partial(self._write, metrics), deferred=False)
         except ours() as error:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
-from stepscope.files.manifest.records import FrameworkSettings, Manifest, Setting
+from stepscope.files.manifest import FrameworkSettings, Manifest, Setting
 from stepscope_report.accounting import Pair, clipped, union_ns
 from stepscope_report.division import beside_step
 from stepscope_report.formatting import duration, percent_of

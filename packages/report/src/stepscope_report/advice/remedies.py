@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from stepscope.files.counters import KV_CACHE
-from stepscope.files.manifest.records import Knob, Setting, Value
+from stepscope.files.manifest import Knob, Setting, Value
 from stepscope_report.advice import FULL, Direction, Evidence, SettingChange
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Saving

@@ -20,11 +20,11 @@ from stepscope.files import counters as counter_lines
 from stepscope.files import spans as span_lines
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout, safe
-from stepscope.files.manifest.parts import expire_pending, part_files
-from stepscope.files.manifest.records import Expectation, ProcessPart
+from stepscope.files.manifest import Expectation, ProcessPart
+from stepscope.files.manifest_parts import expire_pending, part_files
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import RECENT_NS, CounterNow
-from stepscope.files.storage.reading import LONGEST_LINE, lines_of, open_file
+from stepscope.files.storage import LONGEST_LINE, lines_of, open_file
 from stepscope_report.timeline.clocks import FARTHEST_NS, MARGIN_NS, NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem
 

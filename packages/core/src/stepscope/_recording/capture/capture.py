@@ -15,7 +15,7 @@ from stepscope._recording.capture.asked import Asked, Closing, check_asked, rank
 from stepscope._recording.capture.on_demand import wanted
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.instrument import no_step
-from stepscope._recording.process import run, shutdown
+from stepscope._recording.process import identity, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify, in_event_loop
 from stepscope._recording.recorder import steps
@@ -99,7 +99,7 @@ class Capture:
         config = configure.current() if config is None else configure.placed(config)
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
-            oom.watch(config, identify(role, rank=rank), run.run_id(), step)
+            oom.watch(config, identify(role, rank=rank), identity.run_id(), step)
         names_workers = workers is not None
         if workers is not None and omissions.none_meant(workers):
             workers = None

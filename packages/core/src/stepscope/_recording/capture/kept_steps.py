@@ -13,7 +13,7 @@ from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.readiness import STARTING_S
 from stepscope._recording.fanout.messages import PrepareRequest, WorkerOutcome
 from stepscope._recording.fanout.participants import Participants, profilers_of
-from stepscope._recording.process import failures, identity, private_loop, run
+from stepscope._recording.process import failures, identity, private_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify, is_alone
 from stepscope._recording.recorder import standing
@@ -72,13 +72,13 @@ def _start(asked: Asked) -> Recorder | None:
     """Start the recorder of this process and return it, or log the error and return None."""
     try:
         process = identify(asked.role, rank=asked.rank)
-        recorder = standing.start(asked.config, process, run.run_id(), owner=True)
+        recorder = standing.start(asked.config, process, identity.run_id(), owner=True)
     except ours() as error:
         failures.note("starting the flight recorder", error)
         return None
     recorder.config = asked.config
     if asked.config.names_folder:
-        recorder.later(partial(run.record, asked.config, identity.versions))
+        recorder.later(partial(identity.record_run, asked.config))
     return recorder
 
 
@@ -152,7 +152,7 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
         because=f"step {step} was slow",
         created_ns=now_ns,
         expires_ns=now_ns + _EXPIRES_NS,
-        runs=[run.run_id()],
+        runs=[identity.run_id()],
     )
     try:
         change_requests(RunLayout(config.save_path), lambda standing: [*standing, request])

@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from stepscope._recording.capture import configure
-from stepscope._recording.process import failures, fork, run, shutdown
+from stepscope._recording.process import failures, fork, identity, shutdown
 from stepscope._recording.process.identity import identify, is_alone
 from stepscope._recording.spans import slot
 from stepscope.config import ProfileConfig, StepRange, check_tool
@@ -128,7 +128,7 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_pa
     known = read_listening(layout)
     living = [process for process in known if not has_ended(process)]
     if living and all(process.run_id for process in living):
-        return sorted({process.run_id for process in living} | ({run.run_id()} if own else set()))
+        return sorted({process.run_id for process in living} | ({identity.run_id()} if own else set()))
     if living or own or next_run or listens_here(os.fspath(layout.root)):
         return None
     last = known[-1] if known else None
@@ -327,7 +327,7 @@ class Listener:
         try:
             known = read_requests(self._layout.control)
             self._requests = [
-                request for request in known if request.runs is None or run.run_id() in request.runs
+                request for request in known if request.runs is None or identity.run_id() in request.runs
             ]
         except RecordError as error:
             failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
@@ -349,7 +349,7 @@ class Listener:
         if self._is_silent and not answers:
             return
         record = msgspec.structs.replace(
-            self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
+            self._itself, step=self._step, run_id=identity.run_id(), answers=answers, ended_ns=ended_ns
         )
         if record != self._written:
             write_listening(self._layout, record)

@@ -16,7 +16,7 @@ from stepscope._recording.capture import configure, omissions
 from stepscope._recording.capture.asked import check_asked
 from stepscope._recording.fanout.messages import PrepareRequest
 from stepscope._recording.fanout.worker_side import prepare_worker
-from stepscope._recording.process import failures, run, shutdown
+from stepscope._recording.process import failures, identity, shutdown
 from stepscope._recording.process.identity import in_event_loop
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError, ours
@@ -57,7 +57,7 @@ def prepare(
     if _may_capture(config):
         # On this thread, because torch prints an error if its profiler first starts on another thread than
         # the one that imported torch.
-        alone = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
+        alone = prepare_worker(PrepareRequest(config=config, run_id=identity.run_id(), role=role))
     _wait_for(_prepare(config, workers, engines, role, alone))
 
 
@@ -96,7 +96,7 @@ async def _prepare(
     Args:
         alone: The answer of this process, or None if this process is not prepared yet.
     """
-    run.mark_prepared()
+    identity.mark_prepared()
     workers = None if omissions.none_meant(workers) else workers
     if workers is not None:
         omissions.workers_prepared()
@@ -125,7 +125,7 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
             return
         configure.check(config, on_ray=False)
         # On the thread to record, because torch logs an error on another thread.
-        problem = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role)).problem
+        problem = prepare_worker(PrepareRequest(config=config, run_id=identity.run_id(), role=role)).problem
         if problem is not None:
             raise CaptureError(f"profiling cannot work in this process: {problem}")
 
@@ -150,7 +150,7 @@ def _readiness() -> ModuleType:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    run.mark_prepared()
+    identity.mark_prepared()
     try:
         yield
     except StepscopeError as error:
@@ -161,4 +161,4 @@ def _logged() -> Iterator[None]:
 
 def is_due(config: ProfileConfig) -> bool:
     """Return whether an unedited program with selected steps has not been prepared yet."""
-    return bool(config.steps) and not run.is_prepared()
+    return bool(config.steps) and not identity.is_prepared()

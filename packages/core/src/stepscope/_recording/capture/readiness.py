@@ -12,7 +12,7 @@ from stepscope._recording.fanout.engines import check_capture, warn_of_long_stop
 from stepscope._recording.fanout.messages import PrepareAnswer, PrepareRequest, WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.fanout.worker_side import prepare_worker
-from stepscope._recording.process import failures, identity, private_loop, run
+from stepscope._recording.process import failures, identity, private_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.spans import wrapping
 from stepscope.config import ProfileConfig
@@ -58,7 +58,7 @@ async def make_ready(
         warn_of_long_stops(config)
     patience_s = config.budget.fanout_seconds
     deadline_s = max(patience_s, STARTING_S) if edited else min(patience_s, PATIENCE_S)
-    request = PrepareRequest(config=config, run_id=run.run_id())
+    request = PrepareRequest(config=config, run_id=identity.run_id())
     own, outcomes, engine_problems = await asyncio.gather(
         _this_process(msgspec.structs.replace(request, role=role), alone),
         _workers(participants, request, deadline_s),
@@ -111,7 +111,7 @@ async def _engine(
 
     def check() -> Mapping[str, str]:
         engine.check()
-        return check_capture(config, engine, run.run_id())
+        return check_capture(config, engine, identity.run_id())
 
     try:
         ignored = await private_loop.within(own_thread(check), deadline_s)

@@ -21,7 +21,7 @@ from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout.messages import StopRequest
 from stepscope._recording.fanout.participants import Participants
-from stepscope._recording.process import failures, identity, run
+from stepscope._recording.process import failures, identity
 from stepscope._recording.process.identity import identify
 from stepscope._recording.session import pipeline
 from stepscope._recording.session.activation import Claim
@@ -78,7 +78,7 @@ class CaptureWork:
             await participants.start()
             if self._asked.on_request:
                 on_demand.tell_others(session.step, participants.taking_part())
-        run.record(session.config, identity.versions)
+        identity.record_run(session.config)
         pipeline.promise(session, alone=participants is None)
         session.open_logs()
 
@@ -170,7 +170,7 @@ def _make_session(asked: Asked, participants: Participants | None, began_ns: int
         step=asked.step,
         process=identify(asked.role, rank=asked.rank),
         roles=(asked.role,),
-        run_id=run.run_id(),
+        run_id=identity.run_id(),
         capture_id=os.urandom(8).hex(),
         owner=True,
         began_ns=began_ns,

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from stepscope._recording.instrument import framework_settings, patch, uncovered
+from stepscope._recording.instrument import frameworks, patch
 from stepscope._recording.instrument.call_arguments import Condition
 from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.patch import Instrument, parent_of, when_imported
@@ -113,8 +113,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
     global _entries, _adapters
     presets = _presets(config.instrument, lenient)
     wanted = {handle.target: handle for handle in _handles(config.instrument, presets)}
-    uncovered.expect(presets)
-    framework_settings.expect(presets, installed_version)
+    frameworks.expect(presets, installed_version)
     integrate(presets)
     for key in [key for key in _applied if key not in wanted]:
         _applied.pop(key).remove()
@@ -218,7 +217,7 @@ def enter(part: ManifestPart) -> None:
         reason = patch.refusals.get(_target(entry))
         if entry.preset is None and reason is not None:
             part.lack(f"instrument {_target(entry)}", reason, kind="selection")
-    for trainer, reason in uncovered.uncovered().items():
+    for trainer, reason in frameworks.uncovered().items():
         part.skip(trainer, reason, kind="selection")
 
 

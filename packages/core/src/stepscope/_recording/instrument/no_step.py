@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 
 from stepscope._recording.instrument import configured
-from stepscope._recording.process import failures, run
+from stepscope._recording.process import failures, identity
 from stepscope._recording.process.identity import in_ray_worker
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
@@ -78,7 +78,7 @@ def _add(config: ProfileConfig | None, word: str, text: str) -> None:
         return
     _added.add(word)
     try:
-        mark = RunLayout(config.save_path).reached(run.run_id())
+        mark = RunLayout(config.save_path).reached(identity.run_id())
         mark.parent.mkdir(parents=True, exist_ok=True)
         with open(mark, "a", encoding="utf-8", opener=private) as file:
             file.write(" ".join([word, *text.split()]) + "\n")
@@ -90,7 +90,7 @@ def _at_exit(pid: int) -> None:
     if _config is None or pid != os.getpid() or not _speaks():  # not in a forked child
         return
     try:
-        outcome = RunLayout(_config.save_path).outcome(run.run_id())
+        outcome = RunLayout(_config.save_path).outcome(identity.run_id())
         line = _about_captures(_config, outcome) if outcome else _about_boundaries()
         if line is not None:
             sys.stderr.write(f"stepscope: {line}\n")

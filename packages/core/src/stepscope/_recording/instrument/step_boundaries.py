@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import NamedTuple, Protocol, cast
 
-from stepscope._recording.instrument import framework_settings, uncovered
+from stepscope._recording.instrument import frameworks
 from stepscope._recording.instrument.call_arguments import Arguments, Condition
 from stepscope._recording.process import failures, fork
 from stepscope._recording.process.identity import in_event_loop
@@ -185,7 +185,7 @@ class Call:
         kwargs: dict[str, object],
     ) -> None:
         calls[target] += 1
-        uncovered.look(target, args)
+        frameworks.check_covered(target, args)
         self._boundary = boundary
         self._arguments = arguments
         self._given = (args, kwargs)
@@ -201,7 +201,7 @@ class Call:
         elif self._kind in ("around", "begin"):
             self.before = self._start()
         # Last, because the first capture in a worker configures the worker.
-        framework_settings.look(target, arguments, args, kwargs)
+        frameworks.read_settings(target, arguments, args, kwargs)
 
     def returned(self) -> Switch:
         """Return the change to make when the call returns."""

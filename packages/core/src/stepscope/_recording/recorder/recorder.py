@@ -18,7 +18,7 @@ import msgspec
 
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import failures, identity, run
+from stepscope._recording.process import failures, identity
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope._recording.recorder import nccl_ras, steps
 from stepscope._recording.recorder.engine_queues import EngineQueues
@@ -416,7 +416,7 @@ class Recorder:
         return step.stages
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
-        run.record(self.config, identity.versions)
+        identity.record_run(self.config)
         if self.measure is not None and self.clocks and not self.is_hurried:
             self.clocks += self.measure()
         offsets = {clock.process: clock.offset_ns for clock in self.clocks}

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from stepscope import _report
 from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope.errors import ours
@@ -26,6 +25,13 @@ from stepscope.files.scalars import StepScalars, read_scalars
 
 if TYPE_CHECKING:
     from stepscope._recording.session.session import Session
+
+REPORT_ABSENT = "stepscope-report is not installed. Fix: pip install 'stepscope[cli]'"
+
+
+def is_report_absent() -> bool:
+    """Return whether stepscope-report, which a training worker need not have, is not installed."""
+    return find_spec("stepscope_report") is None
 
 
 class Command:
@@ -195,8 +201,8 @@ class Chores:
 
     def _do(self, chore: Chore) -> None:
         try:
-            absent = chore.name == SCALARS and _report.is_absent()
-            reason = _report.ABSENT if absent else chore.outcome(chore.command.run())
+            absent = chore.name == SCALARS and is_report_absent()
+            reason = REPORT_ABSENT if absent else chore.outcome(chore.command.run())
         except ours() as error:
             reason = describe(error)
         self._say(chore.name, reason)
@@ -206,7 +212,7 @@ class Chores:
         state: State = "failed" if reason else "ok"
         manifest_part.expect(Expectation(name=name, kind="after", state=state, reason=reason))
         manifest_part.write()
-        if reason == _report.ABSENT:
+        if reason == REPORT_ABSENT:
             failures.warn_once(f"no figures of captured steps: {reason}")
         elif reason:
             failures.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)

@@ -22,7 +22,7 @@ from types import ModuleType
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.log import CounterLog
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import exports, failures, run, shutdown
+from stepscope._recording.process import exports, failures, identity, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
 from stepscope._recording.process.manifest_part import ManifestPart
@@ -116,7 +116,7 @@ class Session:
             why=self._decision.reason,
             roles=roles,
             opened_by=opened_by,
-            prepared=run.is_prepared(),
+            prepared=identity.is_prepared(),
         )
         path = self.layout.part_of(process, run_id, number)
         self.part_name = path.name

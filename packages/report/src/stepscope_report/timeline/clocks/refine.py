@@ -22,7 +22,7 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import DRIFT_PPM
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage import read_record
 from stepscope_report.timeline.clocks import (
     REACH_NS,
     WANDER_PPM,

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from stepscope.files.layout import StepLayout
-from stepscope.files.storage.atomic import temporary
+from stepscope.files.storage import temporary
 from stepscope_report.timeline.merge import Selection
 from stepscope_report.timeline.merge.mapping import Place
 from stepscope_report.timeline.merge.merge import (

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.files.storage.atomic import temporary
+from stepscope.files.storage import temporary
 from stepscope_report.timeline.merge import MergedFile
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Place, Tracks, row_metadata
 from stepscope_report.timeline.merge.reader_events import Drawing

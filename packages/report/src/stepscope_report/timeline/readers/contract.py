@@ -24,7 +24,7 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.sidecar import Sidecar
-from stepscope.files.storage.reading import open_file
+from stepscope.files.storage import open_file
 from stepscope_report.timeline.clocks import is_wall, middle
 from stepscope_report.timeline.model import FileProblem
 

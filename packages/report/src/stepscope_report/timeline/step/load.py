@@ -25,8 +25,8 @@ from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.spans import BEGIN_ONLY, CONSUME, STEP_TOKENS, Open, only_waits
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.states import ProcessState
+from stepscope.files.steps import uncaptured_near
 from stepscope.files.storage import read_records
-from stepscope.files.uncaptured import uncaptured_near
 from stepscope_report.timeline.clocks import Aligned, Placement, Reference, align, align_owner
 from stepscope_report.timeline.clocks.refine import refine, traces_by_source
 from stepscope_report.timeline.digests import Digests
