@@ -67,6 +67,34 @@ def drawn(layout: RunLayout, step: int) -> dict[tuple[str, str | None], dict[str
     }
 
 
+def test_a_call_hangs_below_the_call_whose_carrier_is_from_before_the_capture(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[7])
+
+    async def call_tool(sent: asyncio.Future[Any], answered: asyncio.Event) -> None:
+        with trajectory("t7", step=7), span("tool_call", role="env"):
+            sent.set_result(carrier())
+            await answered.wait()
+
+    async def loop() -> None:
+        sent, answered = asyncio.Future[Any](), asyncio.Event()
+        with capture(6, config=config):
+            with span("before"):  # so that both logs number the call differently
+                pass
+            task = asyncio.create_task(call_tool(sent, answered))
+            begun = await sent
+        with capture(7, config=config):
+            with attach(begun), span("search", role="env"):
+                pass
+            answered.set()
+            await task
+
+    asyncio.run(loop())
+    calls = load_step(RunLayout(tmp_path).step(7).root).spans
+    (search,) = (one for one in calls if one.stage == "search")
+    assert search.parent is not None
+    assert calls[search.parent].stage == "tool_call"
+
+
 def report(layout: RunLayout, step: int) -> StepReport:
     return step_report(load_step(layout.step(step).root))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -299,11 +300,14 @@ def test_ranks_of_one_host_that_are_all_slow_are_a_slow_host(tmp_path: Path) -> 
     assert cause.ns == pytest.approx(200 * MS, rel=0.1)
 
 
-def tools(root: Path, *calls: tuple[str, int, int], step: int = 2, others_ms: int = 20) -> StepFolder:
+def tools(
+    root: Path, *calls: tuple[str, int, int], step: int = 2, others_ms: int = 20, around: bool = False
+) -> StepFolder:
     """A step of four trajectories: they generate for 105 ms, then call `search` twice.
 
     Args:
         calls: (trajectory, call, ms) of the calls that take something else than `others_ms`.
+        around: True if the driver has a span `tool_call` around each call of its worker.
     """
     folder = StepFolder(root, step=step, opened_ns=1_750_000_000_000_000_000 + step * 10**10)
     driver, worker = folder.process("trainer", owner=True), folder.process("env", 3, host="b")
@@ -323,15 +327,19 @@ def tools(root: Path, *calls: tuple[str, int, int], step: int = 2, others_ms: in
         )
         driver.span("generate", 15 * MS, 120 * MS, role="rollout", parent=own, trajectory=name)
         for start_ms, until_ms in pairwise(times):
-            worker.span("search", start_ms * MS, until_ms * MS, link=driver.link(own), trajectory=name)
+            extent, above = (start_ms * MS, until_ms * MS), own
+            if around:
+                above = driver.span("tool_call", *extent, role="agent_loop", parent=own, trajectory=name)
+            worker.span("search", *extent, link=driver.link(above), trajectory=name)
     driver.span("update", (end_ms + 2) * MS, (end_ms + 202) * MS)
     close(folder, (end_ms + 210) * MS)
     return folder
 
 
-def test_one_long_call_of_a_tool_is_named_with_its_place_and_trajectory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [False, True])
+def test_one_long_call_of_a_tool_is_named_with_its_place_and_trajectory(tmp_path: Path, around: bool) -> None:
     """Without it the step ends 780 ms earlier."""
-    cause = cause_of(tools(tmp_path, ("t2", 1, 800)))
+    cause = cause_of(tools(tmp_path, ("t2", 1, 800), around=around))
     assert cause.process is not None
     assert (cause.kind, cause.stage, cause.trajectory) == ("slow-tool", "search", "t2")
     assert (cause.process.role, cause.process.rank, cause.process.host) == ("env", 3, "b")
@@ -878,6 +886,16 @@ def test_any_step_has_causes_that_save_no_more_than_the_step(
     for suspect in suspects_of(step_path(timeline)):
         assert suspect.ns is None or 0 < suspect.ns <= 40 * MS
         assert suspect.longer_ns > 0
+
+
+def test_no_process_is_slow_beside_one_whose_calls_ended_before_the_step() -> None:
+    decode = partial(span, role="rollout")
+    spans = [
+        span(0, "rollout", 0, 500 * MS),
+        decode(1, "decode", -90 * MS, -10 * MS),
+        decode(2, "decode", -90 * MS, 480 * MS, parent=0),
+    ]
+    assert suspects_of(step_path(step(500 * MS, spans))) == []
 
 
 def test_a_stage_that_most_ranks_leave_at_once_divides_by_nothing(tmp_path: Path) -> None:

@@ -344,10 +344,11 @@ def test_a_thread_of_the_owner_that_runs_beside_the_steps_is_no_cause() -> None:
     ]
 
 
-def test_a_wait_of_the_main_thread_leads_to_what_another_thread_did_meanwhile() -> None:
+@pytest.mark.parametrize("thread", [FIRST_PID, FIRST_PID + 1])
+def test_a_wait_of_the_main_thread_leads_to_what_another_thread_or_task_did_meanwhile(thread: int) -> None:
     """Rollouts run ahead of the steps. The first one here began before the step, the last ends after it."""
-    first = partial(span, trajectory="t1", thread=FIRST_PID + 1)
-    ahead = partial(span, trajectory="t2", thread=FIRST_PID + 1)
+    first = partial(span, trajectory="t1", thread=thread)
+    ahead = partial(span, trajectory="t2", thread=thread, owner_step=2)
     main = partial(span, thread=FIRST_PID)
     spans = [
         first(0, "trajectory", -100 * MS, 600 * MS),

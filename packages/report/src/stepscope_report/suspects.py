@@ -196,7 +196,7 @@ class _Lineup:
         nodes: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         broken = set[Label]()
         for node, span in enumerate(self._timeline.spans):
-            if span.waits or span.stage in NO_WORK or self._timeline.leaves(span):
+            if span.waits or span.stage in NO_WORK or not self._counts_in_step(node):
                 continue
             nodes[self._labels[node]][span.process].append(node)
             if span.end_ns is None and self._timeline.processes[span.process].name in cut:
@@ -220,6 +220,13 @@ class _Lineup:
             for process, work in by_process.items()
             if self._timeline.processes[process].closed_ns is not None or work.own_ns == most_ns
         }
+
+    def _counts_in_step(self, node: int) -> bool:
+        """Return whether any of a call's time belongs to the step, as far as its clock tells."""
+        process = self._timeline.processes[self._timeline.spans[node].process]
+        has_time = self._graph.start_ns[node] < self._graph.end_ns[node]
+        is_known = process.aligned and not process.owner
+        return (has_time or not is_known) and not self._timeline.leaves(self._timeline.spans[node])
 
     def _work(self, nodes: list[int]) -> Work:
         tokens = [whole(self._timeline.spans[node], "tokens") for node in nodes]
@@ -504,10 +511,19 @@ class _Lineup:
     def _slow_tools(self) -> Iterator[Suspect]:
         """Yield tools with calls much longer than the others, or with a process slower than the others."""
         for label, by_process in self._works.items():
-            if is_tool(*label):
+            if is_tool(*label) and not self._only_calls_tools(by_process):
                 suspect = self._slow_server(label, by_process) or self._long_calls(label, by_process)
                 if suspect is not None:
                     yield suspect
+
+    def _only_calls_tools(self, by_process: Mapping[int, Work]) -> bool:
+        """Return whether calls of tools below these calls, such as in the tool's server, took half of their
+        time.
+        """
+        nodes = [node for work in by_process.values() for node in work.nodes]
+        below = (kid for node in nodes for kid in self._graph.kids.get(node, ()))
+        tools_ns = sum(self._took_ns(kid) for kid in below if is_tool(*self._labels[kid]))
+        return tools_ns * 2 >= max(1, sum(map(self._took_ns, nodes)))
 
     def _took_ns(self, node: int) -> int:
         return self._timeline.spans[node].dur_ns or 0

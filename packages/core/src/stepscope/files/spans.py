@@ -96,6 +96,9 @@ class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open"
     thread: Int = 0
     """Native thread id, as in kernel-level traces."""
     attrs: dict[str, AttrValue] | None = None
+    was: Int | None = None
+    """The span's number in the flight recorder, if the span began before the capture. Links from that time
+    have this number."""
 
 
 class Span(Open, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag="span", tag_field="kind"):

@@ -297,9 +297,20 @@ class _Builder:
         main = self._main_thread(nodes)
         calls = [node for node in nodes if self._spans[node].thread == main]
         others = [node for node in nodes if self._spans[node].thread != main]
+        waits = self._waits(nodes)
+        calls = self._not_awaited_tasks(calls, waits)
         busy = self._joined(calls)
-        others = self._not_awaited(others, self._waits(nodes)) if others else others
+        others = self._not_awaited(others, waits) if others else others
         return calls + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
+
+    def _not_awaited_tasks(self, calls: Iterable[int], waits: Iterable[int]) -> list[int]:
+        """Place each trajectory of a thread that ends in one of the thread's waits outside of trajectories in
+        that wait, because both are tasks of one event loop. Return the other calls.
+        """
+        outside = [wait for wait in waits if self._spans[wait].trajectory is None]
+        tasks = [node for node in calls if self._spans[node].trajectory is not None]
+        left = set(self._not_awaited(tasks, outside))
+        return [node for node in calls if self._spans[node].trajectory is None or node in left]
 
     def _main_thread(self, nodes: Sequence[int]) -> int | None:
         """Return a process' first thread, or another thread that was busy for more than twice as long."""

@@ -83,7 +83,8 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSi
         role, stage = bounded(str(role)), bounded(str(stage))
     log.roles.add(role)
     attrs = redaction.written(span.attrs, log.redact) if span.attrs else None
-    place = (parent, link, traceparent, step, policy_version, trajectory, turn, span.thread, attrs)
+    was = None if span.log is log else span.id
+    place = (parent, link, traceparent, step, policy_version, trajectory, turn, span.thread, attrs, was)
     if end_ns is None:
         return records.Open(number, role, stage, span.start_ns, *place)
     error, dur_ns = span.error, end_ns - span.start_ns

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from stepscope.files.spans import BEGIN_ONLY, GROUP, REPLICA, SEQUENCE, SERVED, Open
 from stepscope_report.timeline.model import Process, Span, Timeline
@@ -26,15 +26,17 @@ def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int
         records: The records of each process. A record's `parent` is in the same process; its `link` may lead
             to any process.
         keys: `ProcessInfo.key` of each process.
-        step: Number of the step. A link to a span of another step gives no parent.
+        step: Number of the step. A link to another step gives a parent only if that span was still open when
+            the capture began, so that it is in the files.
     """
     first, indices = 0, []
     for spans in records:
         indices.append({span.span: first + at for at, span in enumerate(spans)})
         first += len(spans)
-    by_key: dict[str, Mapping[int, int]] = {}
-    for key, index in zip(keys, indices, strict=True):
-        by_key.setdefault(key, index)
+    by_key: dict[str, _Numbers] = {}
+    for key, index, spans in zip(keys, indices, records, strict=True):
+        earlier = {span.was: index[span.span] for span in spans if span.was is not None}
+        by_key.setdefault(key, _Numbers(index, earlier))
     parents = [
         _parent(span, own, by_key, step)
         for spans, own in zip(records, indices, strict=True)
@@ -44,15 +46,26 @@ def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int
     return parents
 
 
-def _parent(
-    span: Open, own: Mapping[int, int], by_key: Mapping[str, Mapping[int, int]], step: int
-) -> int | None:
+class _Numbers(NamedTuple):
+    """Indices of a process' spans by the numbers in links."""
+
+    of_step: Mapping[int, int]
+    began_before: Mapping[int, int]
+    """By the numbers in the flight recorder: spans that were open when the capture began."""
+
+
+def _parent(span: Open, own: Mapping[int, int], by_key: Mapping[str, _Numbers], step: int) -> int | None:
     if span.parent is not None:
         return own.get(span.parent)
     link = span.link
-    if link is None or link.step not in (None, step) or link.process not in by_key:
+    if link is None or link.process not in by_key:
         return None
-    return by_key[link.process].get(link.span)
+    numbers = by_key[link.process]
+    if link.step == step:
+        return numbers.of_step.get(link.span)
+    if link.step is None:  # a worker's recorder does not know the step
+        return numbers.began_before.get(link.span, numbers.of_step.get(link.span))
+    return numbers.began_before.get(link.span)
 
 
 def cut_cycles(parents: list[int | None]) -> None:
