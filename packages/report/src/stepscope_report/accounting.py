@@ -70,7 +70,8 @@ def divide(
         end_ns: Exclusive.
         labels: The label of each bit. Several bits may have one label.
         tiers: The tier of each bit.
-        held: Disjoint, in order. In each, leaves of the kinds in its `mask` count for its `label`.
+        held: Disjoint stretches, in order. During a stretch, leaves of the kinds in its `mask` count for its
+            `label`.
     """
     shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
     attributed: Counter[tuple[Label, ...]] = Counter()
@@ -108,7 +109,9 @@ def bits_of(mask: Mask) -> list[int]:
 def sweep(
     intervals: Sequence[Interval], start_ns: int, end_ns: int, held: Sequence[Held] = ()
 ) -> Mapping[tuple[Mask, tuple[Mask, Label] | None], int]:
-    """Return the time in ns by (kinds with a running leaf, (held kinds, their label) or None). O(n log n)."""
+    """Return {(kinds with a running leaf, (held kinds, their label) or None): time in ns}. Takes O(n log n)
+    time.
+    """
     total = Counter[tuple[Mask, tuple[Mask, Label] | None]]()
     at = 0
     for from_ns, until_ns, mask in walk(intervals, start_ns, end_ns):

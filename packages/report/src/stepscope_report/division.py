@@ -24,7 +24,9 @@ _WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
 
 
 class Work(NamedTuple):
-    """Spans as intervals. The other lists describe each kind of interval, by its bit."""
+    """Spans as intervals, and the label, tier and engine of each kind of interval. The index in the lists is
+    `Interval.bit`.
+    """
 
     intervals: list[Interval]
     labels: list[Label]
@@ -35,7 +37,7 @@ class Work(NamedTuple):
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
-    """Return the spans at `indices` as intervals. With `names`, each tool is a separate kind."""
+    """Return the spans at `indices` as `Work`. With `names`, each tool has its own label."""
 
     def kind_of(span: Span) -> tuple[Label, int, ReplicaKey | None]:
         own = label_of(span) if names is None else names.label_of(span)
@@ -103,8 +105,8 @@ def _divided(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Sh
 
 
 def stalled_most_ns(timeline: Timeline, work: Work) -> int:
-    """Return the longest time in ns that stalls can explain. Work of unnamed engines counts as held up by the
-    stall of any engine.
+    """Return the upper bound, in ns, of the time in which stalls of engines held up the step. Work of an
+    unknown engine counts as held up while any engine stalls.
     """
     held = _held(timeline, work.engines, by_any=True)
     return _divided(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
@@ -113,7 +115,7 @@ def stalled_most_ns(timeline: Timeline, work: Work) -> int:
 def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: bool = False) -> list[Held]:
     """Return the stalls of replicas, with the kinds of work that each of them held up.
 
-    Work of an unnamed engine is held up while all engines stall, or with `by_any` while any engine does.
+    Work of an unknown engine is held up while all engines stall, or with `by_any` while any engine stalls.
     """
     changes = sorted(
         change
@@ -132,9 +134,7 @@ def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: b
 
 
 def _mask(engines: Sequence[ReplicaKey | None], stalled: Set[ReplicaKey], *, whole: bool) -> Mask:
-    """Return the kinds of work that stalls hold up. With `whole`, this includes the work of unnamed
-    engines.
-    """
+    """Return the kinds of work that stalls hold up. With `whole`, this includes work of unknown engines."""
     if not stalled:
         return 0
     return sum(

@@ -63,7 +63,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """True if the interval holds both zero and a change beyond the limit, so that these steps do not show
     whether the limit is kept."""
     needed_steps: int | None = None
-    """Steps per side from which the interval is about as narrow as the limit; None unless undecided."""
+    """Number of steps per side that makes the interval about as narrow as the limit; None unless
+    `undecided`."""
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):

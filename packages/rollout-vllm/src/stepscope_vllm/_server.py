@@ -86,7 +86,8 @@ class ServerTarget:
         self._frontends = await asyncio.to_thread(engine_folder.of_frontends, self.folder)
         if self._dialect.prefix == "every start":
             body["profile_prefix"] = name if capture.profiler else f"{name}{ALONE}"
-        if not capture.profiler:  # so that a server without the plugin does not record either
+        if not capture.profiler:
+            # A server without the plugin would record, so its recording begins after `_NEVER` passes.
             body["delay_iterations"], body["max_iterations"] = _NEVER, 1
         elif self._dialect.bounds:
             body["delay_iterations"] = capture.iterations.start
@@ -148,8 +149,8 @@ def as_object(answer: Answer) -> dict[str, object]:
 log = logging.getLogger("stepscope")
 
 _desks: dict[str, Desk] = {}
-"""{URL of a server: its captures}. They are kept here because a loop may make a new profiler for each
-capture. One writer: `VllmServer`."""
+"""{URL of a server: its captures}. A profiler does not store its `Desk`, because a loop may create a new
+profiler for each capture. One writer: `VllmServer`."""
 
 _warned: set[str] = set()
 """URLs of the servers about whose pipelines a warning was logged. One writer: `VllmServer.check`."""

@@ -75,8 +75,8 @@ def watch(
 ) -> None:
     """Call `taker(shortage, snapshot, has_history)` at each out-of-memory error between windows, from now on.
 
-    `snapshot` is a function that takes one. If the process does not use CUDA yet, a thread waits until it
-    does.
+    `snapshot` is a function that takes a snapshot. If the process does not use CUDA yet, a thread waits until
+    it does.
 
     Args:
         refused: Called with the reason if the observer cannot be attached, on this thread or on the waiting

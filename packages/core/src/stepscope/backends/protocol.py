@@ -62,7 +62,7 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     truncated: str | None = None
     lacking: str | Callable[[], str | None] | None = None
     """The requested part that the recording lacks, with the reason, or None. With a reason, the manifest says
-    `partial`. A function is called once the file is written."""
+    `partial`. If this is a function, it is called once the file is written, and its result counts."""
     note: str | None = None
     """A remark about the recording that is not a problem, or None."""
     ignored: dict[str, str] = {}

@@ -300,8 +300,8 @@ class Late:
 
 
 class HeldWindow(Generic[WindowT]):
-    """Holder of a backend's window, or of None. If the backend is garbage-collected while it records, the
-    window ends.
+    """Holder of a backend's window; empty while the backend is idle. If the backend is garbage-collected
+    while it records, the window ends.
     """
 
     def __init__(self, backend: str) -> None:

@@ -49,7 +49,8 @@ _EARLY = {
 }
 """{kind: the fields whose paths are read before the call, so that they cannot begin with the result}."""
 LAYERS = {"tool": "span", "weight_sync": "span"}
-"""{kind: the kind that it counts as when two entries name one function}: both would record the same span."""
+"""{kind: kind that it is treated as in the check for two entries of one function}. Entries of both kinds
+would record the same span."""
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 """The folder of the presets, a YAML file each."""

@@ -171,21 +171,22 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     seconds: Seconds = 300
     """Longest time that a capture stays open."""
     trace_mb: AtLeastOne = 2048
-    """Most MB of traces of one process in one capture; beyond that, no further window opens."""
+    """Maximum size in MB of the traces of one process in one capture. Beyond this size, no further window
+    opens."""
     export_seconds: Seconds = 600
     """Longest time that a call waits for files."""
     fanout_seconds: Seconds = 30
     """Longest time for one worker or replica to start or stop."""
     spans: AtLeastOne = 1_000_000
-    """Most spans per process and capture; further spans are dropped and counted."""
+    """Maximum number of spans per process and capture. Further spans are dropped and counted."""
     memory_mb: AtLeastOne | None = 32_768
-    """Most MB by which a process may grow during a capture: the profiler's buffers are in host memory. If
-    null, no limit."""
+    """Maximum growth in MB of a process during a capture, because the profiler's buffers are in host memory.
+    If null, no limit."""
     free_mb: Count = 1024
-    """MB that must be free in `save_path` when a capture begins; with less, only spans are recorded."""
+    """Free space in MB that `save_path` needs when a capture begins. With less, only spans are recorded."""
     run_trace_mb: AtLeastOne | None = None
-    """Most MB of traces of all captures in the folder; beyond that, only spans are recorded. If null, no
-    limit."""
+    """Maximum size in MB of the traces of all captures in the folder. Beyond this size, only spans are
+    recorded. If null, no limit."""
     keep_steps: AtLeastOne | None = None
     """Number of this run's captured steps to keep. Older steps are deleted. If null, all are kept."""
 
@@ -211,8 +212,8 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     keep_steps: AtLeastOne = 20
     """Steps whose spans stay in memory."""
     memory_mb: AtLeastOne = 64
-    """Most MB of spans in each process (without their attributes), and of passes in each engine; the oldest
-    are dropped."""
+    """Maximum size in MB of the kept spans in each process (without their attributes), and of the kept passes
+    in each engine. The oldest are dropped."""
     triggers: tuple[Trigger, ...] = ("slow", "exception", "hang", "signal")
     """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always writes
     steps."""

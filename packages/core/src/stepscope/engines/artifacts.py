@@ -22,8 +22,8 @@ _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
 _BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')
 _ENDED = re.compile(rb'"name":\s*"Record Window End"[^{}]*?"ts":\s*([\d.]+)')
 _SLACK_NS = 50_000_000
-"""Largest distance between a stall and the edge of the recording it belongs to, because their clocks
-differ."""
+"""Largest distance in ns between a stall and the start or end of its recording. Their clocks differ
+slightly."""
 Option: TypeAlias = str | int | float | bool | None
 
 
@@ -55,10 +55,10 @@ def publish(
     the disk.
 
     Args:
-        kind: Name of the format, such as `torch_trace`, by which readers know the file.
-        tool: The profiler that wrote it.
-        stage: The stage that it covers, or None for the whole capture.
-        rank: Global rank of the recorded process, or None if unknown.
+        kind: Name of the format, such as `torch_trace`, which determines the reader of the file.
+        tool: The profiler that wrote the file.
+        stage: The recorded stage, or None for the whole capture.
+        rank: Global rank of the recorded process; None if unknown or if the file has several ranks.
         topology: Position of the process in each kind of parallelism, such as {"tp": 1}.
         pid: Process id of the recorded process, or None if unknown.
         host: Host of the recorded process, or None for this host.

@@ -126,8 +126,8 @@ def seated() -> tuple[EngineProfiler, ...]:
 
 
 def tell(join: Join) -> None:
-    """Call `join` with the profiler of each engine that is recorded now, and of each one later, instead of
-    an earlier function.
+    """Call `join` with the profiler of each engine that is being recorded, and with the profiler of each
+    engine whose recording begins later. A second call of this function replaces the first `join`.
 
     `join` may be called twice with an engine whose recording begins during this call.
     """

@@ -6,5 +6,5 @@ import os
 
 VARIABLE = "STEPSCOPE_DISABLE"
 DISABLED = os.environ.get(VARIABLE, "") not in ("", "0")
-"""True if every public function does nothing: none times, patches, starts or writes anything. Set at
-import."""
+"""True if stepscope is off: public functions do nothing, so nothing is timed, patched, started or written.
+Set at import."""

@@ -239,7 +239,7 @@ def _queueing_by_spans(evidence: Evidence) -> Advice | None:
 
 def _queueing_by_counters(evidence: Evidence) -> Advice | None:
     if any(stage.waits and stage.role == "rollout" for stage in evidence.stages):
-        return None  # its queues are recorded, and are short
+        return None  # spans record the queues of engines, so `_queueing_by_spans` has judged them
     named = {(row.process, row.of, row.name): row for row in evidence.counter_rows}
     queues = [
         (row, running, cache)
@@ -305,7 +305,7 @@ def _in_trajectories(
     save 2 % of the step. If the saving is unknown, the first condition is enough.
 
     Args:
-        counts: True for stages whose calls count.
+        counts: Returns True for a stage whose calls count.
     """
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")

@@ -85,7 +85,7 @@ def asked_early(words: Sequence[str]) -> Iterator[Question | None]:
         return
     try:
         question = Question(RunLayout(folders[0]))
-    except OSError:  # the command asks again, and tells the error
+    except OSError:  # the command asks again, and reports the error
         yield None
         return
     try:
@@ -117,7 +117,7 @@ def _fate(pid: int) -> str | None:
 
 
 def _is_all(states: Sequence[ProcessState]) -> bool:
-    """Return whether every worker and every rank that the states tell of has answered or has ended."""
+    """Return whether every worker and every rank that the states mention has answered or has ended."""
     known = {state.process.key for state in states} | fates(states).keys()
     ranks: dict[tuple[str, str], set[int]] = defaultdict(set)
     worlds: dict[tuple[str, str], int] = defaultdict(int)

@@ -154,7 +154,7 @@ def savings(advice: Advice, total_ns: int) -> str:
 
 
 def draw_advice(advice: Sequence[Advice], page: Page) -> Iterator[Html]:
-    """Yield the list of advice for the page, or nothing if no rule gave any."""
+    """Yield the section *What to do* of the page, or nothing if there is no advice."""
     if advice:
         items = [_item(item, page.report.breakdown.window_ns) for item in advice]
         note = "Savings are upper bounds and do not add up."

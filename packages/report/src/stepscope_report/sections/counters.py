@@ -409,8 +409,8 @@ NOTE = "in the step: growth of a counter that only grows."
 
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
-    """Yield the table of counters. If there are more than `LISTED` rows, the table has one row for each name,
-    the row with the highest value.
+    """Yield the table of counters. If there are more than `LISTED` rows, the table has only the highest row
+    of each counter.
     """
     if counters is None:
         return

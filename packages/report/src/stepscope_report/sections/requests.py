@@ -260,8 +260,8 @@ class EngineTime(msgspec.Struct, kw_only=True):
 def add_request(
     time: EngineTime, engine: EnginePasses, request: int, rows: Sequence[int], pass_of: Sequence[int]
 ) -> None:
-    """Add the times of one request to `time`. Time between two of its passes counts for the later one if no
-    other pass ran in between.
+    """Add the times of one request to `time`. The time between two passes of the request counts as time of
+    the later pass, unless other passes ran in between.
     """
     noted, places = engine.noted, [pass_of[row] for row in rows]
     if not places:

@@ -361,7 +361,9 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
 
 
 def _outermost(timeline: Timeline) -> set[Label]:
-    """Return the training stages that run below no other training stage."""
+    """Return the outermost training stages: those whose spans are never inside a span of another training
+    stage.
+    """
     training = (span for span in timeline.spans if trains(span) and span.role not in _OTHER_MODELS)
     return {label_of(span) for span in training if not any(map(trains, above(timeline, span)))}
 

@@ -306,7 +306,7 @@ def _ns(us: float) -> int:
 
 
 SHOWN = 10
-"""Number of operators, of marks, and of kernels of a role that are printed."""
+"""Largest number of rows of a role that are printed, each for kernels, operators and marks."""
 NAME = 60
 """Number of characters to which a kernel's name is cut. Full names fill whole screens."""
 DEVICE_NOTE = "All streams together. Exposed: communication that no computation hides. %: of recorded."

@@ -1,7 +1,7 @@
 """One captured step: its processes, spans and counters, and the reasons why it is not complete.
 
-Every time is an integer in unix ns on the wall clock of the capture's owner. Only times of an unaligned
-process are on its own clock, and only the durations of its spans are meaningful.
+Every time is an integer in unix ns on the wall clock of the capture's owner. The exception are times of an
+unaligned process, which are on its own clock: only durations of its spans are meaningful.
 """
 
 from __future__ import annotations

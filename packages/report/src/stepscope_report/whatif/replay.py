@@ -149,7 +149,7 @@ class _Replay:
         played, place = self._trajectories[trajectory], self._phase[trajectory]
         if place == len(played.phases):
             self._ends[trajectory] = at + played.rest_ns
-            if self._unstarted:  # there is a limit: this end lets another start
+            if self._unstarted:  # the number of running trajectories is limited: the next one starts now
                 self._plan(self._ends[trajectory], _END, trajectory, None)
             return
         phase = played.phases[place]

@@ -128,9 +128,15 @@ def _plan_of_passes(capture: EngineCapture, facts: EngineFacts, states: Sequence
 
 
 def expect_first_profiler(facts: EngineFacts, states: Sequence[object]) -> None:
-    """Raise EngineError for an engine with SGLang's second profiler.
+    """Check that an engine does not use SGLang's second profiler (`SGLANG_PROFILE_V2`).
 
-    With that profiler, only a start by stage works. Any other start, and every stop, kills the scheduler.
+    That profiler supports only a start by stage. Any other start, and every stop, kills the scheduler.
+
+    Args:
+        states: State of each scheduler, as far as the engine shows it.
+
+    Raises:
+        EngineError: the engine uses the second profiler.
     """
     if facts.profile_v2 or v2_in(states):
         raise EngineError(

@@ -230,7 +230,7 @@ class Target(Protocol):
         ...
 
     def states(self, patience_s: float = math.inf) -> Sequence[object]:
-        """Return the state of each data-parallel scheduler; empty if the schedulers do not show it.
+        """Return the state of each data-parallel scheduler; empty if this version of SGLang shows no states.
 
         Raises:
             EngineError: the engine does not answer within `patience_s`.

@@ -61,7 +61,9 @@ class _Weights:
         self._stale = _stated() if stated is None else None
 
     def version(self) -> str | None:
-        """Return the version of the weights that was set in SGLang since the last update, or None."""
+        """Return the version that SGLang states for its weights. Return None if there is no version, or if
+        the stated version is older than the last update.
+        """
         version = _stated()
         return None if version == self._stale else version
 

@@ -29,7 +29,7 @@ SENDS_QUIET = "stepscope_sends_quiet"
 """Key that is true if sends between pipeline ranks are left out of recordings."""
 
 VERSION = "stepscope_version"
-"""Key of this package's version in the scheduler's environment."""
+"""Key of the version of this package that is installed in the scheduler's environment."""
 
 PROFILE_V2 = "stepscope_profile_v2"
 """Key that is true if the scheduler uses SGLang's second profiler, whose stop kills the scheduler."""

@@ -210,8 +210,8 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     """Publish the files of a recording that has ended.
 
     Args:
-        late: The previous recording if it got no files, else None. Files that were written between the two
-            recordings belong to `late`.
+        late: The previous recording of the engine, if no file of it was published; else None. Files that were
+            written before the new recording began belong to `late`.
 
     Raises:
         EngineError: the recording did not begin, or its traces are missing or incomplete.

@@ -63,7 +63,7 @@ def _troubles(manifest: Manifest) -> list[str]:
 
 
 def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
-    """Return the problems of a capture in one line, else `no_profiler`, which may be None."""
+    """Return the problems of a capture in one line. Without problems, return `no_profiler`."""
     problems = _troubles(manifest)
     if not problems:
         return no_profiler

@@ -54,8 +54,10 @@ class Arguments:
     def read(
         self, path: str, args: Sequence[object], kwargs: Mapping[str, object], returned: Sequence[object] = ()
     ) -> object:
-        """Return the value at `path`, which consists of attributes, keys and indexes, or is the length of
-        such a path; a number may be added or subtracted.
+        """Return the value at `path`.
+
+        A path is a name followed by attributes, keys and indexes: `self.state.steps.0`. It may be the length
+        of such a path (`len(batch.rows)`), and a number may be added or subtracted (`step+1`).
 
         Args:
             returned: The result of the call as the only item; empty before the call.
@@ -231,12 +233,16 @@ def request_of(value: object) -> str:
 
 
 def names_of(value: object) -> list[str]:
-    """Return the names in a list or a one-dimensional array, or a single name, as `name_of` does."""
+    """Return the names in `value`: a list, a one-dimensional array, or a single name. Each is converted by
+    `name_of`.
+    """
     return [name_of(item) for item in _items(value)]
 
 
 def versions_of(value: object) -> list[Number | None]:
-    """Return the versions in a list or a one-dimensional array, or a single version, as `version_of` does."""
+    """Return the versions in `value`: a list, a one-dimensional array, or a single version. Each is converted
+    by `version_of`.
+    """
     return [version_of(item) for item in _items(value)]
 
 

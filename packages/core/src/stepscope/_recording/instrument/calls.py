@@ -152,7 +152,7 @@ class Calls:
         return OFF
 
     def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Add values to the scope that are read after the call."""
+        """Read the values that the entry takes after the call, and add them to the scope."""
         numbers = {
             name: self.number(f"values.{name}", path, args, kwargs, (result,))
             for name, path in self.timing.values.items()

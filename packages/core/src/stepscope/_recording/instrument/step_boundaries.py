@@ -173,7 +173,9 @@ _NOTHING = Switch()
 
 
 class Call:
-    """One call of a function (`target`) that begins or ends steps. It is made before the call."""
+    """One call of a function (`target`) that begins or ends steps. The object is created before the function
+    runs.
+    """
 
     @uncompiled
     def __init__(

@@ -204,9 +204,7 @@ def connected() -> Any:
 
 
 def waits_for_tasks() -> bool:
-    """Return whether this process is a worker of Ray whose main thread, on which this is called, runs no
-    task.
-    """
+    """Return whether this process is a Ray worker that runs no task now. Call this on the main thread."""
     ray = connected()
     if ray is None:
         return False

@@ -94,8 +94,8 @@ def communicators() -> tuple[Communicator, ...]:
 
 
 def odd_communicators(text: str) -> tuple[Communicator, ...]:
-    """Return the communicators whose ranks differ, from RAS's JSON answer, before which RCCL writes a
-    title.
+    """Return the communicators whose ranks differ, from RAS's JSON answer. Text before the JSON, such as
+    RCCL's title, is skipped.
     """
     document = text[text.index("{") : text.rindex("}") + 1]
     status = msgspec.json.decode(_NO_COMMA.sub(r"\1,", document), type=_Status)

@@ -131,8 +131,8 @@ class Recorder:
     """The flight recorder of this process.
 
     The process that runs the training loop calls `begin_step` and `end_step`, and decides which steps are
-    written. It tells the other processes by an order, a file in the run's folder. A worker does not know the
-    steps, so it writes its spans within the times in the order.
+    written. The decision reaches the other processes as an order: a file in the run's folder. A worker does
+    not know the steps, so it writes its spans within the times in the order.
     """
 
     calls_attrs = False

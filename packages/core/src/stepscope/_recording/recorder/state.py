@@ -91,8 +91,8 @@ _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
 """Methods of an event loop. They have no Python frame if the loop is written in C, as uvloop is."""
 
 Group: TypeAlias = "tuple[str, str | None, tuple[int, int] | None]"
-"""(stage, role, place) of calls that count as alike. The place is the id of the code, because hashing the
-code takes longer, and the line."""
+"""(stage, role, place) of calls that count as alike. The place is (id of the code object, line). The id is
+used because it is faster to hash than the code object."""
 
 
 def state_of(
@@ -265,7 +265,7 @@ def _is_collective_of_a_call(span: Span) -> bool:
 
 def _parent_of(span: Span) -> Span | None:
     """Return the nearest open span above `span` in the same log, or None."""
-    scope: Any = span.parent  # a span, if it is in a log: `cast` would be a call for each of 60,000
+    scope: Any = span.parent  # Any and no `cast`, which would be a function call for each of 60,000 spans
     while scope is not None and (scope.log is not span.log or scope.end_ns is not None):
         scope = scope.parent
     return cast("Span | None", scope)
@@ -294,7 +294,9 @@ def _ancestors() -> Iterator[int]:
 
 
 def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
-    """Yield the threads. `before` has the callbacks that event loops were running `_BLOCKED_S` ago."""
+    """Yield the threads of this process, without those of stepscope. `before` is the result of `_callbacks`
+    from `_BLOCKED_S` ago: a loop that still runs the same callback is blocked.
+    """
     stacks, now = sys._current_frames(), _callbacks()
     running = _running() if now else {}
     for thread in threading.enumerate():

@@ -38,8 +38,8 @@ ENOUGH = 3
 """Smallest number of earlier steps of the same kind. With fewer, a step is compared with steps of all
 kinds."""
 SHORTEST = 10
-"""A step is examined if it takes long compared with the shortest tenth (1/10) of steps, which may be another
-kind."""
+"""One over the quantile of durations (0.1) that a step is first compared with. Only a step that is much
+longer than this quantile is compared with steps of its own kind, which takes longer."""
 FIRST = 10
 """Number of steps at the beginning that are never slow, because they warm up."""
 

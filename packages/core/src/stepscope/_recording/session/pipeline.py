@@ -85,8 +85,8 @@ def promise(session: Session, *, alone: bool) -> None:
     work.
 
     Args:
-        alone: True if the capture has no workers and no engines, so that other ranks may have opened their
-            own.
+        alone: True if the capture has no workers and no engines, so that other ranks may have opened captures
+            of the same step.
     """
     if artifact_hooks or capture_hooks or report_hooks:
         _hooks.start()

@@ -359,7 +359,7 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             super().__enter__()
             self.marker = self.windows.mark(self, self.is_async)
             return self
-        except BaseException as error:  # raised by a signal handler: a span that is not entered is not left
+        except BaseException as error:  # of a signal handler: then `with` does not call `__exit__`
             if self.end_ns is None:
                 self.not_entered(error)
             raise

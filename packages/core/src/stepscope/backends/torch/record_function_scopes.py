@@ -29,7 +29,7 @@ _UNRECORDED = "_stepscope_unrecorded"
 _open: dict[int, Callable[[], None]] = {}
 """{id of an open scope: function that ends the scope}. Whoever removes an entry calls its function."""
 _ended = 0
-"""The number of calls of `_end_all`, which alone writes it."""
+"""The number of calls of `_end_all`. One writer: `_end_all`."""
 _never_ending: list[object] = []
 """Scopes that were beginning while their session ended. They are kept for ever, because torch ends a scope
 when it is garbage-collected, perhaps in the next session."""

@@ -206,7 +206,7 @@ class SizedCalls(msgspec.Struct):
 
 
 class TraceContent(msgspec.Struct, kw_only=True):
-    """Content of a trace. Times are us on its own clock: unix ns = `base_ns` + us * 1000."""
+    """Content of a trace. Times are in us on the trace's own clock: unix ns = `base_ns` + us * 1000."""
 
     base_ns: int | None
     distributed: Distributed | None

@@ -71,7 +71,9 @@ class Labels:
         self._ranges[thread].add(start, dur, self._names.number(name))
 
     def finish(self, host: Host, gaps: Gaps) -> list[LabelTime]:
-        """Return the labels by path. Below each label, the longest label comes first."""
+        """Return the labels as a tree in depth-first order: each label, then the labels inside it, the
+        longest first.
+        """
         if not self._ranges:
             return []
         busy = Covered(merge(*(zip(d.starts, d.ends, strict=True) for d in host.devices.values())))

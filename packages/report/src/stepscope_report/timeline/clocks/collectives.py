@@ -166,7 +166,7 @@ class Call(NamedTuple):
 
 
 def calls_in(events: bytes) -> Iterator[Call]:
-    """Yield the collectives of NCCL and RCCL in a text of whole events."""
+    """Yield the calls of NCCL and RCCL in `events`, JSON text of complete trace events."""
     for at, needle in _hits(events, (_NCCL,)):
         start = _start(events, at, needle)
         end = None if start < 0 else _end(events, start)

@@ -300,14 +300,20 @@ class _Search:
         self._lasted_ns = max(clock.last_ns - clock.first_ns, 1)
         self._samples = list(_differences(first, clock))
         self._near_ns = self._samples[0].offset_ns if self._samples else 0
-        """Offset in ns that the values in bands are relative to."""
+        """Approximate offset of the two clocks in ns. Values in bands are relative to this offset."""
         self._matched = 0
 
     def search(
         self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
     ) -> Lead | None:
-        """Narrow the bands by the collectives of each kind, the most exact kind first. Leave out a kind that
+        """Narrow the bands by the collectives of each kind, the most exact kind first. Skip a kind that
         contradicts earlier kinds.
+
+        Args:
+            notes: List to which the reason for each skipped kind is appended.
+
+        Returns:
+            The lead of the second clock, or None if no kind could be used.
         """
         bands: list[Band] = []
         for kind, theirs, ours in sorted(matches, key=_unsure):

@@ -306,7 +306,8 @@ class _EachTime(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """The change of a file's times, and the range in us that they are in afterwards."""
+    """The replacements that move the times of a file, and the range [first, beyond) in us of the moved times.
+    """
 
     first: int
     beyond: int

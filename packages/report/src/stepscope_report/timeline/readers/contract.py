@@ -256,7 +256,9 @@ class Readers:
         self._readers += NsysReader(), InspectorReader()
 
     def claim(self, file: FoundFile) -> tuple[Reader, Claim] | tuple[None, None]:
-        """Return the reader that knows the file, and its answer."""
+        """Return the first reader that claims the file, and its `Claim`; (None, None) if no reader does. A
+        reader that raises is skipped and listed in `problems`.
+        """
         for reader in self._readers:
             try:
                 claim = reader.claims(file)

@@ -53,10 +53,11 @@ class RequestKey(NamedTuple):
 
 
 def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
-    """Return {request: index of the innermost span that names it}, a span in a trajectory if there is one.
+    """Return {request: index of the span that names the request}: the innermost such span, if possible in a
+    trajectory.
 
-    A name that several engines use counts only if the span's replica is known. A replica of another role may
-    have the same number as one of these engines; its spans do not count.
+    Engines may use the same request id. Such an id counts only if the span's replica is known. Spans of
+    another role whose replica has the same number as one of these engines do not count.
     """
     by_name: dict[object, list[RequestKey]] = defaultdict(list)
     for at, engine in enumerate(timeline.passes):

@@ -22,7 +22,7 @@ from stepscope_report.timeline.step.trace_files import NO_HOST, TraceFile
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """Roles in the order of their rows, from the top. Other roles follow by name."""
 _SECOND_NS = 1_000_000_000
-"""Rows without a place in the step begin at least this long after its end."""
+"""Rows of processes without a known clock are drawn at least this long (in ns) after the end of the step."""
 _BASE_NS = 1000 * _SECOND_NS
 """Distance between stepscope's own bases in ns. Times since 1970 then keep their last digits of seconds, so
 that one replacement fits more events."""
@@ -82,7 +82,8 @@ class Axis(NamedTuple):
     def shift_of(self, position: int) -> int:
         """Return the shift of an unaligned process' times, the first of them at `position`.
 
-        Times near the step are not changed. Others are moved behind the step, where they cannot mislead.
+        Times near the step are not changed. Other times are moved behind the step, so that a reader does not
+        take them for times of the step.
         """
         if self.first <= position <= self.last:
             return 0
