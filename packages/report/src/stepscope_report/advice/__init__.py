@@ -212,8 +212,8 @@ def step_demand(timeline: Timeline) -> Demand:
 
 
 def _together(timeline: Timeline, one: str, other: str) -> Iterator[tuple[tuple[int, str], float, float]]:
-    """Yield ((process, engine), value, value of the other) for each time at which two counters were sampled
-    together.
+    """Yield ((process, engine), value of counter `one`, value of counter `other`) for each time at which both
+    were sampled.
     """
     series: dict[str, dict[tuple[int, str], dict[int, float]]] = {one: {}, other: {}}
     for counter in timeline.counters:

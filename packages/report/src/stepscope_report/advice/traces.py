@@ -82,7 +82,7 @@ OF_GAPS = (
 )
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _LOOP = 5
-"""If one call at one place causes at least this many gaps per step, the advice says that the call is in a
+"""Number of gaps per step, all from one call at one place, from which advice says that the call is in a
 loop."""
 
 
@@ -290,8 +290,8 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if other processes waited in collectives for one process, for at least 5 ms of each step and a
-    twentieth of their time.
+    """Advise if others waited for one process in collectives for 5 ms of each step and a twentieth of their
+    time.
     """
     totals: dict[str, int] = defaultdict(int)
     for row in evidence.traces.stragglers:
@@ -317,13 +317,13 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 _SCHEDULED_NS = 5_000_000
-"""Time in ns per step by which a rank may be late only because the host's cores are busy. 1.8 ms was measured
-in steps of 3 to 10 ms."""
+"""Time in ns per step by which busy cores alone may delay a rank (measured: 1.8 ms in steps of 3 to 10
+ms)."""
 
 
 def _steps_of(process: str, evidence: TraceEvidence) -> int:
-    """Return the number of steps of a process. If its trace has no marks of steps, return the number of calls
-    of its rarest collective.
+    """Return the number of steps in a process' trace, or without marks of steps, of its rarest collective's
+    calls.
     """
     steps = sum(row.process == process for row in evidence.traces.steps)
     return steps or min(row.calls for row in evidence.traces.stragglers if row.process == process)

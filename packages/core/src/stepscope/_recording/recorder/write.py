@@ -235,7 +235,8 @@ class StepWriter:
             failures.note("writing what the process does, into a step of the flight recorder", error)
 
     def _issued(self, windows: Sequence[Window]) -> list[Span]:
-        """Return the collectives that C++ issued in the steps. Empty if torch does not return them in time.
+        """Return the collectives that C++ issued in the steps; empty if torch does not return them in
+        time.
         """
         if not windows:
             return []

@@ -306,8 +306,7 @@ class _EachTime(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """The replacements that move the times of a file, and the range [first, beyond) in us of the moved times.
-    """
+    """The replacements that move a file's times, and the range [first, beyond) of the moved times in us."""
 
     first: int
     beyond: int

@@ -209,8 +209,10 @@ class _Threads:
         self._moments = {thread: sorted(times) for thread, times in moments.items()}
 
     def waits(self, at: int, until_ns: int) -> bool:
-        """Return whether a span's thread was in a call, and began and ended nothing, from the span's begin to
-        `until_ns`.
+        """Return whether a span's thread was blocked in a call from the span's begin to `until_ns`.
+
+        A blocked thread is inside a call during all of this time, and no other span of the thread begins or
+        ends.
         """
         span = self._spans[at]
         moments = self._moments[span.process, span.thread]
