@@ -82,8 +82,7 @@ OF_GAPS = (
 )
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _LOOP = 5
-"""Number of gaps per step, all from one call at one place, from which advice says that the call is in a
-loop."""
+"""Number of gaps per step from one call at one place with which advice says that the call is in a loop."""
 
 
 def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -290,7 +289,7 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if others waited for one process in collectives for 5 ms of each step and a twentieth of their
+    """Advise if others waited in collectives for one process: 5 ms of each step, a twentieth of their
     time.
     """
     totals: dict[str, int] = defaultdict(int)
@@ -317,14 +316,11 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 _SCHEDULED_NS = 5_000_000
-"""Time in ns per step by which busy cores alone may delay a rank (measured: 1.8 ms in steps of 3 to 10
-ms)."""
+"""Time in ns per step by which busy cores alone may delay a rank; 1.8 ms in steps of 3 to 10 ms were seen."""
 
 
 def _steps_of(process: str, evidence: TraceEvidence) -> int:
-    """Return the number of steps in a process' trace, or without marks of steps, of its rarest collective's
-    calls.
-    """
+    """Return the number of steps in a process' trace; without steps, of calls of its rarest collective."""
     steps = sum(row.process == process for row in evidence.traces.steps)
     return steps or min(row.calls for row in evidence.traces.stragglers if row.process == process)
 

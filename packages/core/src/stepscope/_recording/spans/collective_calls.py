@@ -274,7 +274,8 @@ def record_issued(log: SpanMaker, since_ns: int) -> None:
 
 
 def issued(log: SpanMaker, since_ns: int) -> list[Span]:
-    """Return the calls that C++ issued after `since_ns` (monotonic), as spans of a log that it does not have.
+    """Return the calls that C++ issued after `since_ns` (monotonic), as new spans. The spans take their ids
+    from `log`, and are not added to it.
 
     Raises:
         Exception: torch's recorder has another format.
