@@ -289,9 +289,7 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if others waited in collectives for one process: 5 ms of each step, a twentieth of their
-    time.
-    """
+    """Advise if others waited in collectives for one process: 5 ms per step, a twentieth of their time."""
     totals: dict[str, int] = defaultdict(int)
     for row in evidence.traces.stragglers:
         totals[row.process] += row.others_waited_ns
