@@ -23,7 +23,7 @@ from stepscope._recording.process import failures
 from stepscope.files.spans import Span
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
-from stepscope_report.timeline.step.load import load_step
+from stepscope_report.timeline.load import load_step
 
 FRAMEWORK = '''
 import asyncio

@@ -18,7 +18,7 @@ from stepscope._recording.process import failures
 from stepscope._recording.spans import layers, wrapping
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
-from stepscope_report.timeline.step.load import load_step
+from stepscope_report.timeline.load import load_step
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")

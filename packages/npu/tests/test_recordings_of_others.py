@@ -20,9 +20,9 @@ import pytest
 from packages.report.tests.commands import Command
 from stepscope_report.accounting import union_ns
 from stepscope_report.timeline.activity.event_names import work_of
+from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.readers import FoundFile, Notes, Slice
 from stepscope_report.timeline.readers.contract import Readers
-from stepscope_report.timeline.step.plain import read_plain
 from tests.tree import ROOT
 
 DATA = ROOT.parent / "shared" / "data" / "ascend"

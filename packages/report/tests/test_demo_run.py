@@ -20,7 +20,7 @@ from stepscope.files.passes import SUFFIX
 from stepscope_report.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, DemoResult, choices, run_demo
 from stepscope_report.sections.long_tail import step_long_tail
 from stepscope_report.timeline import Span, Timeline, load_step
-from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_report.timeline.passes import RequestKey, linked_requests
 
 LONG_RUN = """
 import sys

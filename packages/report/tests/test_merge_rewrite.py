@@ -24,7 +24,7 @@ from stepscope_report.timeline.merge.rewrite import Rewriter
 from stepscope_report.timeline.model import Process, ProcessClock
 from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import raw_elements
-from stepscope_report.timeline.step.rows import Axis, Row
+from stepscope_report.timeline.rows import Axis, Row
 
 Event = dict[str, Any]
 SECOND_NS = 1_000_000_000

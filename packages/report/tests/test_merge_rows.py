@@ -22,7 +22,7 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import Selection, bytes_to_read, merge_step
 from stepscope_report.timeline.merge.mapping import Tracks
 from stepscope_report.timeline.merge.write import TimelineFile
-from stepscope_report.timeline.step.rows import Row
+from stepscope_report.timeline.rows import Row
 
 MS = 1_000_000
 

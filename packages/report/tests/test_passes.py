@@ -28,7 +28,7 @@ from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.requests import step_requests, turn_times
 from stepscope_report.timeline import Timeline, load_step, merge_step
 from stepscope_report.timeline.merge.merge import EVERYTHING
-from stepscope_report.timeline.step.passes import linked_requests
+from stepscope_report.timeline.passes import linked_requests
 
 TABLES = ("requests", "passes", "served", "preempted")
 

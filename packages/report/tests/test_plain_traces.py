@@ -14,8 +14,8 @@ import pytest
 from packages.report.tests.commands import Command
 from stepscope_report.cli import run
 from stepscope_report.timeline.activity.event_names import iteration_of
-from stepscope_report.timeline.step.plain import read_plain
-from stepscope_report.timeline.step.trace_files import named
+from stepscope_report.timeline.plain import read_plain
+from stepscope_report.timeline.trace_files import named
 
 BASE_NS = 1_700_000_000_000_000_000
 RECORDED = Path(__file__).parent / "recorded_engines"

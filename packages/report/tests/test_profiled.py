@@ -13,7 +13,7 @@ from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.timeline import load_step
-from stepscope_report.timeline.step.load import profiled_keys
+from stepscope_report.timeline.load import profiled_keys
 
 MS = 1_000_000
 

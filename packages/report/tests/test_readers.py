@@ -41,7 +41,7 @@ from stepscope_report.timeline.readers import (
     Track,
 )
 from stepscope_report.timeline.readers.contract import GROUP, Readers
-from stepscope_report.timeline.step.trace_files import find_traces
+from stepscope_report.timeline.trace_files import find_traces
 
 MS = 1_000_000
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.timeline import load_step, merge_step
-from stepscope_report.timeline.step.tree import requests
+from stepscope_report.timeline.tree import requests
 
 MS = 1_000_000
 

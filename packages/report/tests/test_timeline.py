@@ -20,8 +20,8 @@ from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import cli, step_report
 from stepscope_report.timeline import Timeline, load_step, load_traces
 from stepscope_report.timeline.clocks import Reference, align, align_owner
-from stepscope_report.timeline.step.rows import names_of
-from stepscope_report.timeline.step.tree import cut_cycles
+from stepscope_report.timeline.rows import names_of
+from stepscope_report.timeline.tree import cut_cycles
 
 MS = 1_000_000
 S = 1_000 * MS

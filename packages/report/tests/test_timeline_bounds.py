@@ -12,7 +12,7 @@ from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset, Exchange,
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.clocks import Aligned, Band, Line, Reference, align, align_owner
 from stepscope_report.timeline.model import Process
-from stepscope_report.timeline.step.rows import offset_at
+from stepscope_report.timeline.rows import offset_at
 
 US = 1_000
 MS = 1_000_000

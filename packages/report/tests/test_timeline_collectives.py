@@ -20,7 +20,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.timeline import ProcessClock, load_step, merge_step
 from stepscope_report.timeline.clocks import refine
-from stepscope_report.timeline.step.rows import offset_at
+from stepscope_report.timeline.rows import offset_at
 
 MS = 1_000_000
 S = 1_000 * MS

@@ -7,8 +7,8 @@ from pathlib import Path
 from fake_sglang import FakeManager
 
 from stepscope import ProfileConfig, capture, trajectory, turn
+from stepscope_report.timeline.load import load_step
 from stepscope_report.timeline.merge.merge import merge_step
-from stepscope_report.timeline.step.load import load_step
 from stepscope_sglang import SglangProfiler, request_facts
 
 META = {

@@ -24,7 +24,7 @@ from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope.files.spans import Line, Span
 from stepscope_report import step_report
-from stepscope_report.timeline.step.load import load_step
+from stepscope_report.timeline.load import load_step
 
 assert loguru.logger
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own

@@ -29,7 +29,7 @@ from stepscope.files.scalars import read_metrics
 from stepscope.files.spans import Line, Span
 from stepscope.integrations import verl, verl_tool
 from stepscope_report.timeline import load_step
-from stepscope_report.timeline.step.plain import read_plain
+from stepscope_report.timeline.plain import read_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl and its packages use what others deprecate
 NUMBERS = {"timing_s/gen": 4.03, "critic/score/mean": 0.5, "response_length/mean": 32, "training/epoch": 0}

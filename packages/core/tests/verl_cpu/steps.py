@@ -10,7 +10,7 @@ from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining
 from packages.core.tests.verl_cpu.runs import Training
 from stepscope_report.sections.requests import step_requests
 from stepscope_report.timeline import load_step
-from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_report.timeline.passes import RequestKey, linked_requests
 
 TRAJECTORIES = 4 * 4
 """Prompts of a step, times responses to each."""

@@ -2,7 +2,7 @@
 
 `open` reads a run, and `step_report` makes the tables of a step. Names are imported at their first use.
 
-From a trace to a number on the page: `timeline.step.trace_files` finds the files, and
+From a trace to a number on the page: `timeline.trace_files` finds the files, and
 `timeline.activity.content_reader` reads each into a `TraceContent`. There `Reading._kernels` adds a kernel's
 time to its name and to its device. `sections.traces` adds the files up (`operator_times`, `device_usage`)
 and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and `Pages` in `cli.report` writes the
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
         PathPart,
         PathStage,
         Segment,
+        VainWait,
         step_critical_path,
+        waits_in_vain,
     )
     from stepscope_report.sections.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
     from stepscope_report.sections.engines import Engine, Load, Phaseless, engine_usage, phaseless_engines
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
         operator_times,
         trace_tables,
     )
-    from stepscope_report.sections.vain_waits import VainWait, waits_in_vain
     from stepscope_report.table import Rows, Table
 
 __all__ = [
@@ -150,7 +151,8 @@ _WHERE = {
     "sections.breakdown": "Breakdown Line Overlap step_breakdown",
     "sections.cause": "Cause",
     "sections.counters": "CounterRow Counters IdleDevice step_counters",
-    "sections.critical_path": "CriticalPath PathPart PathStage Segment step_critical_path",
+    "sections.critical_path": "CriticalPath PathPart PathStage Segment VainWait step_critical_path "
+    "waits_in_vain",
     "sections.cuda_memory": "CudaMemory Holder cuda_memory_peaks",
     "sections.engines": "Engine Load Phaseless engine_usage phaseless_engines",
     "sections.health": "Health OtherStep ProcessRow SpanRow step_health",
@@ -160,7 +162,6 @@ _WHERE = {
     "sections.staleness": "Lag Staleness StaleTrajectory step_staleness",
     "sections.traces": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
     "memory_peaks missing_devices operator_times trace_tables",
-    "sections.vain_waits": "VainWait waits_in_vain",
 }
 """{module: its public names}."""
 _LATER = {name: module for module, names in _WHERE.items() for name in names.split()}

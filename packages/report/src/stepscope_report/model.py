@@ -15,7 +15,7 @@ from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.cause import Cause
 from stepscope_report.sections.collectives import CollectiveRow
 from stepscope_report.sections.counters import Counters
-from stepscope_report.sections.critical_path import CriticalPath
+from stepscope_report.sections.critical_path import CriticalPath, VainWait
 from stepscope_report.sections.cuda_memory import CudaMemory
 from stepscope_report.sections.engines import Engine, Phaseless
 from stepscope_report.sections.gaps import GapRow
@@ -28,7 +28,6 @@ from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.staleness import Staleness
 from stepscope_report.sections.throughput import Throughput
 from stepscope_report.sections.traces import TraceTables
-from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.sections.weight_sync import WeightSync
 from stepscope_report.table import Block, Paragraph, grouped
 

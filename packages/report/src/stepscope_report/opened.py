@@ -32,7 +32,7 @@ from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.traces import DeviceRow, OperatorRow
 from stepscope_report.table import Rows, Table
 from stepscope_report.timeline import Timeline, load_step, load_traces
-from stepscope_report.timeline.step.plain import has_traces, is_ours, read_plain
+from stepscope_report.timeline.plain import has_traces, is_ours, read_plain
 
 
 class OpenTraces(Briefed):

@@ -42,7 +42,7 @@ from stepscope_report.sections.traces import (
 from stepscope_report.table import Block, Listing, TextTable
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.clocks import is_wall
-from stepscope_report.timeline.step.plain import PlainStep
+from stepscope_report.timeline.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, COLLECTIVES, ENGINES, THROUGHPUT, TRACES)
 _ADVICE, _DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 2, 4, 3, 2, 2, 5

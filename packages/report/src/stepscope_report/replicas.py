@@ -14,7 +14,7 @@ from stepscope_report.sections.counters import requests_held
 from stepscope_report.spans import MOVES_WEIGHTS, ReplicaKey, replica_of, replica_of_process, whole
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 from stepscope_report.timeline.activity.content import Iteration
-from stepscope_report.timeline.step.tree import CALLERS
+from stepscope_report.timeline.tree import CALLERS
 
 _PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
 _RESUMES = re.compile(r"(resume|continue)(_generation)?|wake_up|resume_memory_occupation")

@@ -26,7 +26,7 @@ from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import CAUSE, UNEXPLAINED
 from stepscope_report.sections.collectives import COLLECTIVES
 from stepscope_report.sections.counters import COUNTERS
-from stepscope_report.sections.critical_path import CRITICAL_PATH
+from stepscope_report.sections.critical_path import CRITICAL_PATH, VAIN_WAITS
 from stepscope_report.sections.cuda_memory import CUDA_MEMORY
 from stepscope_report.sections.engines import ENGINES, PHASELESS
 from stepscope_report.sections.gaps import GAPS
@@ -40,7 +40,6 @@ from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.staleness import STALENESS
 from stepscope_report.sections.throughput import THROUGHPUT
 from stepscope_report.sections.traces import TRACES
-from stepscope_report.sections.vain_waits import VAIN_WAITS
 from stepscope_report.sections.weight_sync import WEIGHT_SYNC
 from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Timeline, Traces

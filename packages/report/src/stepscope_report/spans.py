@@ -16,7 +16,7 @@ from stepscope_report.accounting import Label, Pair
 from stepscope_report.timeline import Process, Span, Timeline
 from stepscope_report.timeline.model import GENERATES as GENERATES
 from stepscope_report.timeline.model import ROLLOUT as ROLLOUT
-from stepscope_report.timeline.step.tree import replica_and_role
+from stepscope_report.timeline.tree import replica_and_role
 
 _Name = TypeVar("_Name", str, Label)
 

@@ -25,7 +25,7 @@ from stepscope.files.passes import PassFile
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.requests import step_requests
 from stepscope_report.timeline import load_step
-from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_report.timeline.passes import RequestKey, linked_requests
 from stepscope_sglang import SglangProfiler, record_request
 
 REQUESTS = 24

@@ -24,7 +24,7 @@ from stepscope_report import step_report
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.long_tail import step_long_tail
 from stepscope_report.timeline import Timeline, load_step
-from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_report.timeline.passes import RequestKey, linked_requests
 from stepscope_vllm import VllmProfiler, engine_args, record_request
 
 TRAJECTORIES, TURNS = 32, 2

@@ -17,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from stepscope import ProfileConfig, capture, span, trajectory, turn
 from stepscope.files.layout import RunLayout
 from stepscope_report.timeline import Timeline, load_step
-from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_report.timeline.passes import RequestKey, linked_requests
 from stepscope_vllm import engine_args, record_request
 
 TURNS = 2

@@ -25,14 +25,13 @@ from stepscope_report.sections.batches import Batches
 from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.cause import OtherCause
 from stepscope_report.sections.counters import CounterRow, Counters
-from stepscope_report.sections.critical_path import CriticalPath
+from stepscope_report.sections.critical_path import CriticalPath, VainWait
 from stepscope_report.sections.engines import Engine
 from stepscope_report.sections.health import Health
 from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.traces import MemoryRow, TraceTables
-from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.spans import ManyNames, is_tool, placed
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Timeline, TraceActivity

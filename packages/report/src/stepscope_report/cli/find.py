@@ -22,9 +22,9 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import numbers
 from stepscope_report.sections.health import say_others
+from stepscope_report.timeline.plain import has_traces, no_trace
 from stepscope_report.timeline.processes import workers
 from stepscope_report.timeline.sources import read_sources
-from stepscope_report.timeline.step.plain import has_traces, no_trace
 
 if TYPE_CHECKING:
     from stepscope_report.cli.ray_nodes import RayNodes

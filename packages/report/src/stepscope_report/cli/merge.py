@@ -27,8 +27,8 @@ from stepscope_report.terminal_blocks import listing
 from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
 from stepscope_report.timeline.merge.archive import Archived, archive_plain, archive_step
 from stepscope_report.timeline.merge.merge import merge_plain
-from stepscope_report.timeline.step.otlp_run import is_otlp
-from stepscope_report.timeline.step.plain import plain_bytes
+from stepscope_report.timeline.otlp_run import is_otlp
+from stepscope_report.timeline.plain import plain_bytes
 
 _SHOWN = 20
 EVENTS = 6_000_000

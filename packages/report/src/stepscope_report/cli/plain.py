@@ -21,9 +21,9 @@ from stepscope_report.plain import Plain, PlainSteps, plain_steps
 from stepscope_report.report import step_report
 from stepscope_report.terminal import render
 from stepscope_report.terminal_blocks import draw
+from stepscope_report.timeline.otlp_run import is_otlp, load_otlp
+from stepscope_report.timeline.plain import has_traces, is_ours, plain_bytes, read_plain
 from stepscope_report.timeline.processes import workers
-from stepscope_report.timeline.step.otlp_run import is_otlp, load_otlp
-from stepscope_report.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain
 
 
 def is_plain(paths: Sequence[Path]) -> bool:

@@ -17,8 +17,7 @@ from stepscope_report.advice import (
     step_profilers,
     step_settings,
 )
-from stepscope_report.advice.balance import straggler, uneven_profiling
-from stepscope_report.advice.devices import (
+from stepscope_report.advice.processes import (
     collectives,
     full_kv_cache,
     garbage_collection,
@@ -26,6 +25,8 @@ from stepscope_report.advice.devices import (
     idle_device_of_tools,
     late_event_loop,
     memory_nearly_full,
+    straggler,
+    uneven_profiling,
 )
 from stepscope_report.advice.recording import (
     between_steps,
@@ -56,14 +57,13 @@ from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import PARTS
 from stepscope_report.sections.counters import COUNTERS
-from stepscope_report.sections.critical_path import CRITICAL_PATH
+from stepscope_report.sections.critical_path import CRITICAL_PATH, VAIN_WAITS
 from stepscope_report.sections.engines import ENGINES
 from stepscope_report.sections.health import HEALTH, cut_processes
 from stepscope_report.sections.idle import IDLE, collectives_of_sync
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.traces import TRACES
-from stepscope_report.sections.vain_waits import VAIN_WAITS
 from stepscope_report.table import Block, Remark, Remarks, Table
 from stepscope_report.whatif.prediction import savings_of
 

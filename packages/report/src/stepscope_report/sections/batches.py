@@ -19,7 +19,7 @@ from stepscope_report.sections.requests import FEW
 from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import EnginePasses
-from stepscope_report.timeline.step.passes import linked_requests
+from stepscope_report.timeline.passes import linked_requests
 from stepscope_report.whatif import slots_of_passes
 from stepscope_report.whatif.curve import edges
 

@@ -21,7 +21,7 @@ from stepscope_report.spans import MOVES_WEIGHTS, above
 from stepscope_report.table import Block, TextTable
 from stepscope_report.timeline import Span, Timeline
 from stepscope_report.timeline.model import EnginePasses
-from stepscope_report.timeline.step.passes import (
+from stepscope_report.timeline.passes import (
     RequestKey,
     linked_requests,
     pass_of_rows,

@@ -3,7 +3,7 @@
 This package imports neither torch nor Ray. Its modules are imported at their first use, because a process
 that reads one trace needs only a few.
 
-`step` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
+`load` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
 places it in the step. `merge` writes both into one file. `readers` turn files into events, and `clocks` put
 processes on the clock of the capture's owner.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepscope_report.timeline.activity.content import Requests
     from stepscope_report.timeline.activity.traces import TraceActivity, Traces, load_traces
+    from stepscope_report.timeline.load import load_step, span_bytes
     from stepscope_report.timeline.merge import Merged, MergedFile, MergedRow, Selection
     from stepscope_report.timeline.merge.merge import bytes_to_read, merge_step
     from stepscope_report.timeline.model import (
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         Timeline,
         Window,
     )
-    from stepscope_report.timeline.step.load import load_step, span_bytes
 
 __all__ = [
     "Alignment",
@@ -58,7 +58,7 @@ __all__ = [
 _WHERE = {
     "activity.content": ("Requests",),
     "activity.traces": ("TraceActivity", "Traces", "load_traces"),
-    "step.load": ("load_step", "span_bytes"),
+    "load": ("load_step", "span_bytes"),
     "merge.merge": ("bytes_to_read", "merge_step"),
     "merge": ("Merged", "MergedFile", "MergedRow", "Selection"),
     "model": (

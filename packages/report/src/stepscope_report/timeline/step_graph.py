@@ -18,7 +18,7 @@ from typing import NamedTuple
 from stepscope.files.spans import GROUP, ISSUED_NS, SEQUENCE
 from stepscope_report.accounting import Label, Pair, joined, union_ns
 from stepscope_report.timeline.model import ROLLOUT, Process, Span, Timeline
-from stepscope_report.timeline.step.tree import cut_cycles, requests
+from stepscope_report.timeline.tree import cut_cycles, requests
 
 NOBODY = -1
 """The caller of roots, and of spans that nothing in this step waits for."""

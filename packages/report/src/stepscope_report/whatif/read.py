@@ -14,7 +14,7 @@ from stepscope.errors import RecordError
 from stepscope.files.spans import SERVED, WAITING
 from stepscope_report.spans import MOVES_WEIGHTS, above, is_tool, replica_of, whole
 from stepscope_report.timeline import Span, Timeline
-from stepscope_report.timeline.step.passes import (
+from stepscope_report.timeline.passes import (
     RequestKey,
     linked_requests,
     pass_of_rows,

@@ -46,8 +46,8 @@ from stepscope_report.timeline.readers.contract import (
     undeclared,
 )
 from stepscope_report.timeline.readers.nccl_inspector import InspectorReader, read_inspected
-from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of, offset_at
-from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
+from stepscope_report.timeline.rows import Recorded, Row, Rows, axis_of, offset_at
+from stepscope_report.timeline.trace_files import StepFiles, TraceFile, find_traces
 
 _BATCH = 2000
 """Number of a recording's events that are given to a `Reading` at once."""

@@ -2,7 +2,7 @@
 
 `collectives` and `refine` make offsets between hosts more exact.
 
-Traces have wall-clock times, which `step.rows.offset_at` places. An uncertainty covers everything that the
+Traces have wall-clock times, which `rows.offset_at` places. An uncertainty covers everything that the
 samples allow: each steady drift up to `DRIFT_PPM` that fits the samples, and each jump of a wall clock that
 the anchors at the opening and the closing show.
 """

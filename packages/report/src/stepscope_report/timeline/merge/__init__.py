@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from stepscope_report.timeline.model import FileProblem, ProcessClock
-from stepscope_report.timeline.step.rows import Row
+from stepscope_report.timeline.rows import Row
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):

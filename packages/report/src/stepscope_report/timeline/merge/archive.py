@@ -17,6 +17,7 @@ import msgspec
 
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage import temporary
+from stepscope_report.timeline.load import load_step
 from stepscope_report.timeline.merge import Selection
 from stepscope_report.timeline.merge.mapping import Place
 from stepscope_report.timeline.merge.merge import (
@@ -30,9 +31,8 @@ from stepscope_report.timeline.merge.merge import (
 )
 from stepscope_report.timeline.merge.write import RowTrace, RowTraces, full_disk_names, timeline_file
 from stepscope_report.timeline.model import FileProblem, Timeline, why_incomplete
+from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.readers.blocks import keep_memory
-from stepscope_report.timeline.step.load import load_step
-from stepscope_report.timeline.step.plain import read_plain
 
 MANIFEST = "perfetto_manifest.json"
 OWN = "stepscope.json"

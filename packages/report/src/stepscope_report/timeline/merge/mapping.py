@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.step.rows import Axis, Row, offset_at, steady
+from stepscope_report.timeline.rows import Axis, Row, offset_at, steady
 
 JsonEvent: TypeAlias = dict[str, object]
 """An event whose JSON is not written yet."""

@@ -13,6 +13,7 @@ import msgspec
 
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
+from stepscope_report.timeline.load import load_step, span_bytes
 from stepscope_report.timeline.merge import Merged, MergedFile, Selection, duplicate_ranks, merged_row
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks
 from stepscope_report.timeline.merge.reader_events import Drawing
@@ -31,12 +32,11 @@ from stepscope_report.timeline.merge.write import (
     write_texts,
 )
 from stepscope_report.timeline.model import FileProblem, Timeline, why_incomplete
+from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.readers.blocks import keep_memory
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope_report.timeline.step.load import load_step, span_bytes
-from stepscope_report.timeline.step.plain import read_plain
-from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of
-from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces, trace_bytes
+from stepscope_report.timeline.rows import Recorded, Row, Rows, axis_of
+from stepscope_report.timeline.trace_files import StepFiles, TraceFile, find_traces, trace_bytes
 
 NOT_SELECTED = "of another role or rank"
 EVERYTHING = Selection()

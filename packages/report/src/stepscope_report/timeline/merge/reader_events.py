@@ -19,7 +19,7 @@ from stepscope_report.timeline.readers.contract import (
     failure_noted,
     undeclared,
 )
-from stepscope_report.timeline.step.rows import Axis, Recorded, Row
+from stepscope_report.timeline.rows import Axis, Recorded, Row
 
 NOT_WRITTEN = "events that JSON cannot hold"
 _BATCH = 2000

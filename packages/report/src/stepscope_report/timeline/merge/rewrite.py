@@ -19,7 +19,7 @@ from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks
 from stepscope_report.timeline.merge.template import Template
 from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import NO_JSON, array_of, raw_elements
-from stepscope_report.timeline.step.rows import Row
+from stepscope_report.timeline.rows import Row
 
 NO_TIME = "events without a time"
 

@@ -22,10 +22,10 @@ from stepscope_report.timeline.merge import Selection
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks, microseconds
 from stepscope_report.timeline.merge.rewrite import Text
 from stepscope_report.timeline.model import Counter, EnginePasses, Span, Timeline
-from stepscope_report.timeline.step.passes import linked_requests, pass_of_rows, passes_of_requests
-from stepscope_report.timeline.step.rows import Axis, Row, Rows
-from stepscope_report.timeline.step.tree import requests
+from stepscope_report.timeline.passes import linked_requests, pass_of_rows, passes_of_requests
+from stepscope_report.timeline.rows import Axis, Row, Rows
 from stepscope_report.timeline.step_graph import step_graph
+from stepscope_report.timeline.tree import requests
 
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""

@@ -43,7 +43,7 @@ import msgspec
 from stepscope_report.timeline.merge.crossing import Lines, Moved
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks
 from stepscope_report.timeline.readers.json_array import array_of, last_boundary, raw_elements
-from stepscope_report.timeline.step.rows import Row
+from stepscope_report.timeline.rows import Row
 
 _SECONDS = 16
 """Largest number of needles for the times of a batch: one for each second, or for each ten, hundred or

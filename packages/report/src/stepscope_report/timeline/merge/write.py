@@ -19,7 +19,7 @@ from stepscope_report.timeline.merge.rewrite import Rewriter, Text
 from stepscope_report.timeline.model import FileProblem
 from stepscope_report.timeline.readers.chrome import ChromeTrace
 from stepscope_report.timeline.readers.contract import Notes
-from stepscope_report.timeline.step.rows import Axis, Row
+from stepscope_report.timeline.rows import Axis, Row
 
 Write: TypeAlias = Callable[[list[JsonEvent]], None]
 _GZIP = 31

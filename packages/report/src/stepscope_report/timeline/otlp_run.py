@@ -16,10 +16,10 @@ from stepscope.errors import RecordError
 from stepscope.files.storage import files_below
 from stepscope.files.trace_context import TraceContext
 from stepscope_report.timeline.clocks import NOT_NEAR, Hours, is_wall
+from stepscope_report.timeline.foreign import GrowingTimeline, by_process, is_request, without_copies
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Span, Timeline, Window
 from stepscope_report.timeline.readers.contract import FoundFile
 from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, read_otlp
-from stepscope_report.timeline.step.foreign import GrowingTimeline, by_process, is_request, without_copies
 
 _HEAD = 1 << 16
 _FIELD = b'"resourceSpans"'

@@ -32,15 +32,15 @@ from stepscope_report.timeline.activity.intervals import Pair
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine
+from stepscope_report.timeline.load import align_without_owner, process_of, window_of
 from stepscope_report.timeline.merge import MergedRow
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Timeline, Window
 from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Readers
 from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
+from stepscope_report.timeline.rows import names_of
 from stepscope_report.timeline.sources import Source
-from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
-from stepscope_report.timeline.step.rows import names_of
-from stepscope_report.timeline.step.trace_files import NO_HOST, StepFiles, TraceFile, dimensions, named
+from stepscope_report.timeline.trace_files import NO_HOST, StepFiles, TraceFile, dimensions, named
 
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
 """Suffixes of profilers' files that are listed as unread unless a reader claims them."""

@@ -17,7 +17,7 @@ from stepscope_report.timeline.clocks import MARGIN_NS, OWN_CLOCK, align_owner
 from stepscope_report.timeline.model import Process, Timeline
 from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Reader, reason
-from stepscope_report.timeline.step.trace_files import NO_HOST, TraceFile
+from stepscope_report.timeline.trace_files import NO_HOST, TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """Roles in the order of their rows, from the top. Other roles follow by name."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from stepscope.errors import RecordError
 from stepscope.files.passes import PassFile, read_passes
 from stepscope_report.timeline.model import EnginePasses, FileProblem, Process, Timeline
-from stepscope_report.timeline.step.rows import clock_of, never_measured, offset_at
-from stepscope_report.timeline.step.trace_files import TraceFile
-from stepscope_report.timeline.step.tree import REQUEST, replica_and_role
+from stepscope_report.timeline.rows import clock_of, never_measured, offset_at
+from stepscope_report.timeline.trace_files import TraceFile
+from stepscope_report.timeline.tree import REQUEST, replica_and_role
 
 
 def passes_of(

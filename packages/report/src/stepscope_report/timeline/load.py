@@ -30,14 +30,14 @@ from stepscope.files.storage import read_records
 from stepscope_report.timeline.clocks import Aligned, Placement, Reference, align, align_owner
 from stepscope_report.timeline.clocks.refine import refine, traces_by_source
 from stepscope_report.timeline.digests import Digests
+from stepscope_report.timeline.foreign import add_foreign
 from stepscope_report.timeline.model import Counter, EngineStall, FileProblem, Process, Span, Timeline, Window
+from stepscope_report.timeline.passes import passes_of
 from stepscope_report.timeline.processes import files_elsewhere
+from stepscope_report.timeline.rows import clock_of, names_of, offset_at
 from stepscope_report.timeline.sources import CounterFile, Source, read_sources
-from stepscope_report.timeline.step.foreign import add_foreign
-from stepscope_report.timeline.step.passes import passes_of
-from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
-from stepscope_report.timeline.step.trace_files import GONE, find_traces, lost_files
-from stepscope_report.timeline.step.tree import end_issued, parents_of, shared_numbers
+from stepscope_report.timeline.trace_files import GONE, find_traces, lost_files
+from stepscope_report.timeline.tree import end_issued, parents_of, shared_numbers
 
 
 def load_step(

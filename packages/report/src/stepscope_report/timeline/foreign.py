@@ -22,8 +22,8 @@ from stepscope.files.values import AttrValue, bounded
 from stepscope_report.timeline.clocks import NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
 from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, Resource, read_otlp
-from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
-from stepscope_report.timeline.step.tree import cut_cycles
+from stepscope_report.timeline.rows import clock_of, names_of, offset_at
+from stepscope_report.timeline.tree import cut_cycles
 
 _LATENCY = "gen_ai.latency."
 _PHASES = (

@@ -1,1 +1,0 @@
-"""One captured step, read back from its folder."""
