@@ -209,7 +209,7 @@ class NpuBackend:
             try:  # in a separate process; the recording is kept if the analysis fails
                 _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
             except ours() as error:
-                ignored["npu.analysis"] = str(error)  # the sidecar, written later, has it
+                ignored["npu.analysis"] = str(error)  # the sidecar is written later, from this dict
 
     def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:
         """Return the artifact of a window whose thread has not ended it yet."""

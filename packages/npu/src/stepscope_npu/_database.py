@@ -29,7 +29,7 @@ from stepscope_report.timeline.readers import (
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"
 _NAMES = 100_000
-"""The cache of names is emptied when it holds this many."""
+"""Number of names in the cache at which the cache is emptied."""
 _API_TYPES = {50001: "cpu_op", 50002: "queue", 50003: "python_function", 50004: "user_annotation"}
 _MARKS = (0, 3)
 """Values of `MSTX_EVENTS.eventType` for marks; 1 and 2 are ranges."""

@@ -1,6 +1,6 @@
 """All recordings of torch_npu in this process, watched at their calls into C++.
 
-torch_npu does not tell whether a recording runs or has failed. Two recordings silently share one CANN
+torch_npu does not report whether a recording runs or has failed. Two recordings silently share one CANN
 recording and one output folder, and errors in `start` and `stop` are printed and dropped. So this module
 wraps, once per process, the functions by which `torch_npu.profiler.profiler_interface` calls C++.
 """

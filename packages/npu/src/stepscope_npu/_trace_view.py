@@ -1,14 +1,14 @@
 """Reader of `trace_view.json`, which is nearly a Chrome trace.
 
 The file is a JSON list. `ts` is text, unix us with digits down to the ns (a float would lose 0.25 us); `dur`
-is us. Events of one layer share a pid. `Python` has the real pid, every other layer a made-up pid
-(`os_pid << 10 | layer << 5 | device`, above 2^32 in older files, or -1). Only `process_name` tells which
-layer a pid means. This event may come last, so the file is read twice.
+is us. Events of one layer share a pid. `Python` has the real pid, every other layer a made-up pid (`os_pid <<
+10 | layer << 5 | device`, above 2^32 in older files, or -1). Only the event `process_name` states the layer
+of a pid. This event may come last, so the file is read twice.
 
 Layers: `Python`, `Python GC`; `CANN` (its calls); a layer with the name of the process (mstx ranges); `Ascend
 Hardware` (a thread for each stream); `Communication` (formerly `HCCL`); `Overlap Analysis` (derived from
-`Ascend Hardware` and `Communication`); counters.
-Format: torch_npu's and msprof's own writers, and their published guides.
+`Ascend Hardware` and `Communication`); counters. Format: torch_npu's and msprof's own writers, and their
+published guides.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stepscope_report.timeline.readers import (
 NOT_UNDERSTOOD = "events that are not of the form that trace_view.json has"
 NO_TIME = "events without a time"
 _FIRST = 100
-"""Number of events at the beginning of a file that tell its clock."""
+"""Number of events at the beginning of a file from which its clock is determined."""
 _Key: TypeAlias = tuple[int, int | str]
 _LAYERS = ("Python", "Python GC", "CANN", "Ascend Hardware", "Communication", "HCCL", "Overlap Analysis")
 _SORT = {name: 100 * place for place, name in enumerate(_LAYERS)}
@@ -78,7 +78,9 @@ class TraceView:
         self.origin = msgspec.structs.replace(origin, clock=self._clock())
 
     def _clock(self) -> Clock:
-        """Return the clock of the first events: torch_npu also writes times since the recording's start."""
+        """Return the clock of the file's times, from its first events. torch_npu writes unix times, or times
+        since the recording's start.
+        """
         entries = (entry for entry in self._entries(Notes()) if entry.ph != "M")
         first = (nanoseconds(bytes(entry.ts)) for entry in islice(entries, _FIRST))
         return clock_of(at_ns for at_ns in first if at_ns is not None)

@@ -90,7 +90,8 @@ def divide_spans(
 ) -> Shares:
     """Divide a stretch of time among some of the spans.
 
-    Spans of this step come before those of a later one, a worker's before the owner's, and waiting last.
+    Spans for this step have precedence over spans for a later step, then spans of workers over spans of the
+    owner. Waits come last.
     """
     return divide_work(timeline, work_of(timeline, indices, names), start_ns, end_ns)
 

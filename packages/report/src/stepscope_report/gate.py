@@ -365,7 +365,7 @@ def change_interval(a: Sample, b: Sample, *, comparisons: int = 1, seed: int = 0
     """Return the interval of the relative change from `a` to `b`, or None if there are too few steps.
 
     Args:
-        comparisons: Number of changes that one decision looks at.
+        comparisons: Number of changes on which one decision is based.
         seed: The same seed gives the same interval.
     """
     if min(_mean(a.values), _mean(b.values)) <= 0:

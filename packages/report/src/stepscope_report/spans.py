@@ -34,7 +34,7 @@ _FIXED = SERVED | WAITING | {"trajectory", "turn", PROFILING}
 """Stages that stepscope itself names. They keep their names even if there are many others."""
 _ID = re.compile(r"\d+|[0-9a-f]{6,}")
 _SURELY = 10 * MOST_NAMES
-"""If there are at least this many names, they count as ids or texts, whatever they look like."""
+"""If there are at least this many names, they count as ids or texts, whatever their form."""
 MOST = 20
 """If the tools of a stage have more names than this, the names are of calls and not of tools."""
 _LENGTH = 40
@@ -80,7 +80,7 @@ def label_of(span: Span) -> Label:
 
 
 def is_of(label: Label) -> Callable[[Span], bool]:
-    """Return a function that tells whether a span is of a stage."""
+    """Return a function that returns whether a span has this label."""
     return lambda span: label_of(span) == label
 
 
@@ -199,7 +199,7 @@ class ToolNames:
         }
 
     def label_of(self, span: Span) -> Label:
-        """Return a label that tells tools of one stage apart."""
+        """Return (role, stage) of a span. For a tool, the stage includes the name of the tool."""
         name = _tool_name(span) if (span.role, span.stage) in self._named else None
         return span.role, title(span.stage, name)
 

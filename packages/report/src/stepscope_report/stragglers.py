@@ -163,7 +163,7 @@ def _instances(recorded: Sequence[tuple[TraceActivity, Iterable[_Call]]]) -> Ite
     """Yield the members of each process group.
 
     If a rank occurs twice, several jobs have groups with the same name at the same time. The times of the
-    calls then tell which processes belong together.
+    calls then show which processes belong together.
     """
     ranks = [activity.info.rank for activity, _ in recorded]
     if len(set(ranks)) == len(ranks) or set(ranks) == {None}:
@@ -248,10 +248,11 @@ def unseen_collectives(timeline: Timeline) -> int:
 
 
 def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:
-    """Yield the first skipped collective of each group, as far as the collectives on record tell.
+    """Yield the first skipped collective of each group, as far as the recorded collectives show one.
 
-    A rank skipped a collective if its earlier collectives are those of the others, and its next collectives
-    are those that the others call later. Other work between collectives does not matter.
+    A rank skipped a collective if it has called the same collectives as the other ranks before, and if its
+    next collectives are ones that the other ranks call after the skipped one. Other work between collectives
+    does not matter.
     """
     groups: dict[object, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for node, span in enumerate(graph.spans):

@@ -222,7 +222,7 @@ class _Lineup:
         }
 
     def _counts_in_step(self, node: int) -> bool:
-        """Return whether any of a call's time belongs to the step, as far as its clock tells."""
+        """Return whether a part of the call lies in the step, within the uncertainty of its clock."""
         process = self._timeline.processes[self._timeline.spans[node].process]
         has_time = self._graph.start_ns[node] < self._graph.end_ns[node]
         is_known = process.aligned and not process.owner
@@ -272,7 +272,7 @@ class _Lineup:
                 if counts and not spans[node].waits:
                     calls[spans[node].process].append(node)
         at = Counter[int]()
-        """{process: number of its calls that ended before the present meeting}."""
+        """{process: number of its calls that ended before the current meeting}."""
         for met in sorted(graph.meetings, key=lambda members: graph.end_ns[members[0]]):
             members, last = self._begun_late(met, graph.last_of[met[0]])
             stretches: dict[int, dict[Label, list[int]]] = {}
@@ -319,9 +319,12 @@ class _Lineup:
             )
 
     def _begun_late(self, members: Sequence[int], last: int) -> tuple[Sequence[int], int]:
-        """Return the calls around a meeting, and the last rank's, if that rank began even this call after the
-        others had come to the meeting, such as a backward pass with a collective inside. Else return the
-        meeting's own calls.
+        """Return (calls that meet, the call of the last rank): the outermost calls in which the last rank is
+        late.
+
+        A meeting may lie inside larger calls, such as a collective in a backward pass. If the last rank began
+        its larger call after all other ranks had come to the meeting, the larger calls are returned, one in
+        each rank. Otherwise `members` and `last` are returned.
         """
         spans, start_ns = self._timeline.spans, self._graph.start_ns
         others_ns = max(start_ns[member] for member in members if member != last)
@@ -405,7 +408,7 @@ class _Lineup:
         name = self._timeline.processes[spans[earlier].process].name
         stage = " ".join(self._labels[first.last])
         often = f", the latest of {times:,} times" if times > 1 else ""
-        if label is None:  # the cause's sentence says the rest
+        if label is None:  # the sentence of the cause has the other facts
             return f"all of them ended together{often}"
         return f"it began {stage} {duration(apart_ns)} after {name}{often}, and all of them ended together"
 

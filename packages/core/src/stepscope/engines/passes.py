@@ -170,7 +170,7 @@ class PassLog:
         """Note one forward pass.
 
         Args:
-            begin_ns: Begin by CLOCK_MONOTONIC. `end_ns` likewise.
+            begin_ns: Begin in ns of CLOCK_MONOTONIC. `end_ns` is on the same clock.
             tokens: {id of a request: number of its tokens that the pass computed}.
             output: Number of tokens that the pass added to each request's output, in the order of `tokens`.
             kv_use: Used part of the KV cache, from 0 to 1.
@@ -436,7 +436,7 @@ def between(file: PassFile, start_ns: int, end_ns: int) -> PassFile:
     """Return the passes that ran between two times, and the requests that ran or arrived in that time.
 
     Args:
-        start_ns: Time in unix ns of the engine's host. `end_ns` likewise.
+        start_ns: Time in unix ns of the engine's host. `end_ns` is on the same clock.
     """
     ahead_ns = file.closed.wall_ns - file.closed.mono_ns
     since_ns, until_ns = max(start_ns - ahead_ns, file.anchor.mono_ns), end_ns - ahead_ns

@@ -93,7 +93,7 @@ def patience_s(capture: EngineCapture) -> float:
 
 @runtime_checkable
 class EngineProfiler(Protocol):
-    """Drives the profiler an inference engine ships with. One instance per replica.
+    """Starts and stops the profiler that an inference engine has. One instance per replica.
 
     States: idle -> start -> running -> stop -> idle. Stop without start returns []. A second start while
     running raises `EngineError`. A start that fails or is cancelled leaves nothing running.
@@ -311,8 +311,8 @@ class EngineFactory(Protocol):
     def owned(self) -> Sequence[object]:
         """Return the engines of this kind that live in this process, for `capture(engines="<name>")`.
 
-        The order is the same at every call. Empty if there is no engine, or if the adapter cannot tell which
-        objects are engines.
+        The order is the same at every call. Empty if there is no engine, or if the adapter cannot determine
+        which objects are engines.
         """
 
     @abstractmethod

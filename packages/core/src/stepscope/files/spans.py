@@ -43,7 +43,7 @@ SERVED = frozenset({"prefill", "decode"})
 """Stages in which a replica computes a request."""
 
 MOST_NAMES = 50
-"""Largest number of stages of a step that are shown one by one, the longest ones; likewise of roles."""
+"""Largest number of stages of a step that are shown one by one, and of roles. The longest are shown."""
 OTHER_NAMES = "(other names)"
 """Name of the stage, or role, that combines all others beyond `MOST_NAMES`."""
 

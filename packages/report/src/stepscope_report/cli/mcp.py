@@ -78,7 +78,7 @@ class Tools:
         return _json(runs)
 
     def brief(self, path: str, step: int | None = None) -> str:
-        """Tell the whole story of a step in at most 40 lines (Markdown). For a run, its longest step.
+        """Summarise a step in at most 40 lines (Markdown). For a run, summarise its longest step.
 
         `path` is the folder of a run or a step, as `list_runs` names it, or of traces that other tools wrote.
         Begin with this tool.

@@ -236,7 +236,7 @@ def _ranked(stage: Stage) -> bool:
 
 
 def _spread_ns(stage: Stage) -> int:
-    """Return the busy time of the slowest process minus that of the median process, in ns."""
+    """Return how much longer the slowest process was busy than the median process, in ns."""
     slowest, median = _slowest_and_median(stage.processes)
     return slowest.worked_ns - median.worked_ns
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Reach: TypeAlias = Literal["one host", "several hosts"]
 _REACHES: tuple[Reach, Reach] = ("one host", "several hosts")
 KEPT = 64
-"""Number of rows that a report keeps: those with the most total time."""
+"""Largest number of rows in a report. Rows with the most total time are kept."""
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):

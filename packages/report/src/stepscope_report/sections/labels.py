@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 _SHOWN = 15
-"""Number of labels of a role that are printed: those with the most time."""
+"""Largest number of labels of a role that are printed. Labels with the most time are printed."""
 KEPT = 256
-"""Number of labels of a role that a report keeps: those with the most time."""
+"""Largest number of labels of a role in a report. Labels with the most time are kept."""
 
 
 class LabelRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,12 +53,12 @@ def load_step(
 
     Args:
         path: A step's folder (`.../step_000002`).
-        run_id: The run to load, if several wrote into the folder, or None for the one that opened it last.
-            If a process captured the step several times, the last capture counts (`Timeline.captures`).
+        run_id: The run to load, if several wrote into the folder, or None for the one that opened it last. If
+            a process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
         digests: The same as in `load_traces`, for traces of several hosts, whose collectives align clocks.
         executor: Reads those traces that only its workers have.
-        spans: False to read only the header and the end of complete span files, which is enough to tell
+        spans: False to read only the header and the end of complete span files, which is enough to decide
             whether the step is complete. Measured clocks are then not improved by traces.
 
     Raises:
@@ -376,10 +376,11 @@ def _apart(spans: list[Span]) -> tuple[list[Span], list[Span]]:
 def _taken(
     consumed: Iterable[Span], spans: Iterable[Span], processes: Sequence[Process], step: int
 ) -> frozenset[str] | None:
-    """Return the names of the trajectories that the step consumes, or None if the marks do not tell them all.
+    """Return the names of the trajectories that the step consumes, or None if they are not all known.
 
-    If no span here has one of the names, they are taken for ids of another kind, unless all these
-    trajectories began in earlier steps.
+    If no span of the step has one of these names, they are probably ids of another kind, and the result is
+    None. But if all these trajectories began in earlier steps, their spans are in the files of those steps,
+    and the names are returned.
     """
     marks = [mark for mark in consumed if mark.step == step]
     names = frozenset(mark.trajectory for mark in marks if mark.trajectory is not None)

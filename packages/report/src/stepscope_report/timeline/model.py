@@ -230,11 +230,12 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     earlier_files: tuple[str, ...] = ()
     """Recordings of earlier captures of the step, relative to its folder."""
     stalls: tuple[EngineStall, ...] = ()
-    """Times in which replicas stalled for their own profilers, by replica. Stalls of a replica are disjoint
-    and in order."""
+    """Times in which replicas stalled because of their own profilers, by replica. Stalls of a replica are
+    disjoint and in order."""
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
-    """(role, number) of replicas that share their number with a replica of another role. Among replicas with
-    the same number, the rollout's (or else that of the first role by name) is left out."""
+    """(role, number) of replicas that share their number with a replica of another role. Of the replicas with
+    the same number, one is not in this set: the replica of the role `rollout`, or else of the first role by
+    name."""
     passes: tuple[EnginePasses, ...] = ()
     """Noted forward passes, by replica and data-parallel engine."""
     replicas: int = 0

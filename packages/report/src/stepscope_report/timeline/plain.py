@@ -264,7 +264,9 @@ def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceF
 
 
 def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[str, int]]:
-    """Return what a torch trace and its name tell about its process, and the place in the parallel layout."""
+    """Return the process of a torch trace, from its content and its name, and the process' place in the
+    parallel layout.
+    """
     fields, name = ChromeTrace(trace.path).fields(), trace.path.name
     distributed, pid = content.distributed, fields.pid or 0
     topology, said = dimensions(name), named(trace.name)
@@ -288,7 +290,7 @@ def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[st
 
 
 def _info_of(trace: TraceFile, origin: Origin) -> ProcessInfo:
-    """Return what a recording and its name tell about its process."""
+    """Return the process of a recording, from its content and its name."""
     said = named(trace.name)
     rank = said.rank if origin.rank is None else origin.rank
     return ProcessInfo(
@@ -474,7 +476,7 @@ def _rows_of(path: Path, head: bytes) -> tuple[MergedRow, ...] | None:
 
 
 def _read_timeline(path: Path, rows: Sequence[MergedRow]) -> list[tuple[ProcessInfo, TraceContent]]:
-    """Return what the timeline holds of each process. Process groups are not told apart."""
+    """Return the content of the timeline for each process, without process groups."""
     notes, readings, fields = _read_rows(path)
     held = []
     for row in rows:

@@ -62,7 +62,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def wanted_pid(self) -> int:
-        """Pid that the row would like to have; 0 if there is none."""
+        """Preferred pid of the row; 0 if there is none."""
         return max(self.info.pid or self.seen_pid or 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""Order of a step's spans over all processes: which call waited for which, as far as the recording tells.
+"""Order of a step's spans over all processes: which call waited for which, as far as the recording shows.
 
 Each span is a node, and has one caller, which waits for the node. The caller is the parent span, the span
 that made the request, or the owner's call that was running. Other nodes belong to the root of their process.
@@ -114,7 +114,8 @@ class _Builder:
         self._clusters: dict[int, list[Cluster]] = defaultdict(list)
         self._unknown: set[int] = set()
         self._awaited: dict[int, list[int]] = defaultdict(list)
-        """Calls that end in a wait of their process' main thread, or of the owner's, by that wait."""
+        """{wait of the main thread of a process: calls that end during the wait}. The calls are of the same
+        process, or the waiting process is the owner."""
         self._within = [process.clock.uncertainty_ns or 0 for process in timeline.processes]
 
     def build(self) -> StepGraph:
@@ -159,7 +160,7 @@ class _Builder:
                 parents[served] = cause
         cut_cycles(parents)
         above: list[int | None] = list(parents)
-        """The nearest node above each span that takes part."""
+        """For each span, the nearest node above it for which `_counts` is True, or None."""
         depth = depths([NOBODY if parent is None else parent for parent in parents])
         for node in sorted(range(len(parents)), key=depth.__getitem__):
             span, parent = self._spans[node], parents[node]
@@ -482,7 +483,7 @@ class _Builder:
 
         On a busy host, or with work after the collective, calls end at slightly different times. Then it is
         enough if the ends are closer together than a tenth of the begins, over all turns whose begins are far
-        enough apart to tell.
+        enough apart to judge.
         """
         usual_ns = median_low(turn.spread_ns for turn in turns)
         telling = [turn for turn in turns if turn.is_apart and turn.apart_ns >= 4 * usual_ns]

@@ -1,4 +1,4 @@
-"""Traces in a step's folder, their processes, what names of files and folders tell, and the files that no
+"""Traces in a step's folder, their processes, the facts in names of files and folders, and the files that no
 reader supports.
 """
 
@@ -243,7 +243,7 @@ _STAGES = {"EXTEND": "prefill", "DECODE": "decode"}
 
 
 class Named(NamedTuple):
-    """Facts in a trace's path, each None if its name does not say it."""
+    """Facts in a trace's path. A fact is None if the path does not state it."""
 
     role: str | None = None
     stage: str | None = None
@@ -253,7 +253,7 @@ class Named(NamedTuple):
     replica: int | None = None
     pid: int | None = None
     steps: range = range(0)
-    """Steps that the trace covers, empty if its name does not say it."""
+    """Steps that the trace covers; empty if the path does not state any."""
 
 
 def named(path: str) -> Named:
@@ -286,7 +286,7 @@ def named(path: str) -> Named:
 
 
 def dimensions(name: str) -> dict[str, int]:
-    """Return the place in the parallel layout that a file's name says: `{"tp": 0, "dp": 1}`."""
+    """Return the position in the parallel layout that a file's name states: `{"tp": 0, "dp": 1}`."""
     return {key.lower(): int(number) for key, number in _DIMENSION.findall(name)}
 
 

@@ -130,7 +130,9 @@ def _has_cause(spans: Sequence[Span], index: int, members: Sequence[int]) -> boo
 
 
 def shared_numbers(timeline: Timeline) -> frozenset[tuple[str, int]]:
-    """Return `Timeline.shared_numbers`: a student's engines and a teacher's may each be numbered from 0."""
+    """Return `Timeline.shared_numbers`. Such numbers occur if, for example, the engines of a student and of a
+    teacher are both numbered from 0.
+    """
     roles: dict[int, set[str]] = defaultdict(set)
     for span in timeline.spans:
         if span.role == "rollout" and span.stage in SERVED:
@@ -164,7 +166,8 @@ def replica_and_role(timeline: Timeline, span: Span) -> tuple[int | None, str]:
 
 
 _LEAST_NS = 1_000_000
-"""Shortest wait that is told. Clocks of processes differ, and a begin is noted a moment before the call."""
+"""Shortest wait in ns that counts. Clocks of processes differ, and a begin is noted a moment before the
+call."""
 _Thread: TypeAlias = tuple[int, int]
 """(process, thread)."""
 

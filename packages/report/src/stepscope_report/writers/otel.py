@@ -35,8 +35,8 @@ from stepscope_report.timeline import Process, Span, Timeline
 from stepscope_report.writers import ReportedStep
 
 MOST_SPANS = 10_000
-"""Largest number of spans that are sent for a step. Of more, the shortest are left out, and the root span has
-their number."""
+"""Largest number of spans that are sent for a step. If a step has more, the shortest spans are left out, and
+an attribute of the root span has their number."""
 BATCH = 500
 Value: TypeAlias = str | int | float | bool | Sequence[str]
 RUN_ID = "rl.run.id"

@@ -127,7 +127,9 @@ class InProcessTarget:
         return answer if isinstance(answer, list) else ()
 
     def pids(self) -> list[int]:
-        """Return the process ids of the engine; empty if they cannot be told from another engine's."""
+        """Return the process ids of the engine; empty if they cannot be distinguished from those of another
+        engine.
+        """
         tell = getattr(self._engine, "get_all_child_pids", None)  # absent before 0.5.12
         if tell is not None:
             return pass_socket.below(tell())

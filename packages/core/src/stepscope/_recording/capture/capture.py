@@ -51,23 +51,30 @@ def capture(
     role: str = "trainer",
     rank: int | None = None,
 ) -> Capture:
-    """Record one step, if the configuration selects it: `with`, `async with`, or `open()` and `close()`.
+    """Record one step, if the configuration selects it.
+
+    Use the result with `with` or `async with`, or call `open` and `close`:
+
+        with stepscope.capture(step, workers={"actor": actors}, engines=[llm]) as cap:
+            train(step)
+        cap.result.path  # the step's folder, or None if the step is not selected
 
     Args:
         step: Global number of the step, 0 or more; also an integer of numpy or torch.
         workers: Ray actors to record too: a handle, a sequence of handles in rank order, or {role: handles}.
             Their classes need no change. An empty sequence means that there are no workers.
         engines: Inference engines to record too, in the order of replicas 0, 1, 2...: `EngineProfiler`s, or
-            engine objects that an installed adapter knows. The name of an adapter, such as "vllm", means its
-            engines in this process.
+            engine objects that an installed adapter recognises. The name of an adapter, such as "vllm", means
+            its engines in this process.
         config: Configuration in place of the one from `configure` or the environment.
         role: Role of this process.
         rank: Rank of this process. By default from STEPSCOPE_RANK, torch.distributed, or RANK.
 
     Raises:
         ConfigError: an argument or the configuration is wrong. Workers and engines are checked at the first
-            call, even if its step is not selected. Later errors with them are logged, and the run continues.
-        EngineError: no installed adapter knows an engine. Checked at the first call too.
+            call, even if its step is not selected. Errors of workers and engines in later calls are only
+            logged, and the run continues.
+        EngineError: no installed adapter recognises an engine. Checked at the first call too.
         CaptureOpenError: raised on opening, if another capture is open in this process.
         CaptureError: raised on opening a capture with workers or engines in a running event loop without
             `async`.
@@ -138,7 +145,12 @@ class Capture:
         return "new" if self._life is None else self._life.state
 
     def open(self) -> Self:
-        """Open the capture. If the step is not selected, nothing is recorded."""
+        """Open the capture. If the step is not selected, nothing is recorded.
+
+        Raises:
+            CaptureOpenError: another capture is open in this process.
+            CaptureError: the call would block a running event loop, or this capture was opened before.
+        """
         self._mark = Mark()
         if self._life is None:
             if self._is_first:
@@ -152,8 +164,9 @@ class Capture:
         return self
 
     async def aopen(self) -> Self:
-        """Open the capture without blocking the event loop. A cancellation is raised after the opening is
-        undone.
+        """Open the capture as `open` does, without blocking the event loop.
+
+        A cancellation is raised after the opening is undone.
         """
         self._mark = Mark()
         if self._life is None:

@@ -40,6 +40,8 @@ def configure(
 ) -> ProfileConfig:
     """Set this process' configuration for every later `capture` without a `config`.
 
+        configure(steps=[2, "10:50:10"], save_path="/data/profile")
+
     Args:
         source: Path of a YAML or JSON file, or a mapping with the same content, or a `ProfileConfig`, which
             is used unchanged. By default the file that STEPSCOPE_CONFIG names, if any.

@@ -57,15 +57,16 @@ def request_capture(
 ) -> str:
     """Request that a run captures steps which its configuration does not select.
 
-    `stepscope trigger` calls this function. The run, in this or another process, reads the request when its
-    next step begins.
+    `request_capture("next", roles="actor")` captures the next step. The run, in this or another process,
+    reads the request when its next step begins. `stepscope trigger` calls this function.
 
     Args:
         steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
         roles: A role or a glob. The profiler runs in roles that match; None keeps the configuration.
         ranks: `all`, `first`, `0,8-15`, a rank or a sequence of ranks; None keeps the configuration.
         tool: Profiler to use; None keeps the configuration.
-        seconds: Value that replaces `budget.seconds`; None keeps the configuration.
+        seconds: Longest time in s that a requested capture stays open (`budget.seconds`); None keeps the
+            configuration.
         expires_s: Seconds after which the request expires if none of its steps has begun.
         save_path: The run's folder. By default the folder in this process' configuration.
         next_run: True to request captures of the next run in the folder if no run listens now.

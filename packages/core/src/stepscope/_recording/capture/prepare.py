@@ -37,15 +37,18 @@ def prepare(
     """Check this process, its workers and its engines, and start each profiler once to pay its one-time
     costs.
 
-    Call this once, after the workers are created, with the arguments of `capture`. If the configuration
-    selects no steps, problems are only logged, because steps may still be requested. If requests are off too
-    (`control.requests`), nothing is done.
+    Call this once, after the workers are created. If the configuration selects no steps, problems are only
+    logged, because steps may still be requested. If requests are off too (`control.requests`), nothing is
+    done.
+
+    Args:
+        workers: As for `capture`, like the other arguments.
 
     Raises:
         ConfigError: as `capture` on opening.
         EngineError: as `capture` on opening.
-        CaptureError: profilers cannot work; the message has a line for each process or engine. Or the call is
-            in a running event loop, where `aprepare` must be awaited.
+        CaptureError: a profiler cannot work; the message has a line for each process or engine. Also raised
+            in a running event loop, where `aprepare` must be awaited instead.
     """
     if switch.DISABLED:
         return
@@ -68,7 +71,11 @@ async def aprepare(
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:
-    """Prepare as `prepare` does, without blocking the event loop."""
+    """Prepare as `prepare` does, without blocking the event loop.
+
+    Raises:
+        ConfigError, EngineError, CaptureError: as `prepare`.
+    """
     if switch.DISABLED:
         return
     check_asked("aprepare", role, config, workers)

@@ -139,11 +139,11 @@ class CaptureResult:
         )
 
     def wait(self, timeout_s: float | None = None) -> Manifest | None:
-        """Wait until the files of all processes are written, or for `timeout_s` (by default
+        """Wait until the files of all processes are written, at most `timeout_s` seconds (by default
         `budget.export_seconds`).
 
-        Deferred exports begin now. The call blocks; in a coroutine use
-        `await asyncio.to_thread(result.wait)`.
+        Deferred exports begin now. The call blocks; in a coroutine use `await
+        asyncio.to_thread(result.wait)`.
 
         Returns:
             The manifest after the wait, in which unfinished items are pending; None for a step that was not
@@ -178,11 +178,10 @@ class CaptureResult:
 
 
 def on_capture(hook: CaptureHook) -> CaptureHook:
-    """Call `hook(cap.result)` after each capture that this process opened, once the files of this process are
-    written or have failed.
+    """Call `hook(result)` with the `CaptureResult` of each capture that this process opened.
 
-    Workers may still be writing their files; `result.wait()` waits for them. The hook runs on the same thread
-    as `on_artifact` hooks.
+    The call is made once the files of this process are written or have failed. Workers may still be writing
+    their files; `result.wait()` waits for them. The hook runs on the same thread as `on_artifact` hooks.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.

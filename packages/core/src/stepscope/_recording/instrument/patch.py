@@ -219,7 +219,7 @@ def instrument(
     Args:
         module: Dotted name of the module, which is not imported by this call.
         name: Dotted path of the function in the module.
-        role: See `profile_step`, also for `stage` and `attrs`.
+        role: As for `profile_step`, but not None. `stage` and `attrs` are also as for `profile_step`.
 
     Raises:
         ConfigError: The module or function does not exist (the message lists the names), the function is

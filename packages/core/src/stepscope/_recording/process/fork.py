@@ -61,6 +61,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def native_id_of(thread: threading.Thread) -> int:
-    """Return the kernel's number of a thread. In a forked child, Python keeps that of the parent's thread."""
+    """Return the kernel's id of a thread. (In a forked child, `Thread.native_id` is still the id of the
+    parent's thread.)
+    """
     is_main = thread is threading.main_thread() and sys.platform == "linux"
     return os.getpid() if is_main else thread.native_id or 0

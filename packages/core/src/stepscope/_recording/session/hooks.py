@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 
 def advance() -> None:
-    """Advance the profiler's schedule (`torch.schedule`) at the end of a mini-batch. Without a capture, do
-    nothing.
+    """Advance the profiler's schedule (`torch.schedule`) by one mini-batch. Call this at the end of each one.
+
+    Without a capture, or without a schedule, the call does nothing.
     """
     session = slot.active
     if session is not None:
@@ -77,12 +78,12 @@ def step_tokens(*, rollout: int | None = None, train: int | None = None) -> None
 
 
 def flush(timeout_s: float = 60.0) -> list[str]:
-    """Write all pending files, also deferred exports. Call this where the process is idle.
+    """Write all pending files, also deferred exports. Call this while the process is idle.
 
-    The call blocks for up to `timeout_s`.
+    The call blocks for up to `timeout_s` seconds.
 
     Returns:
-        Names of the files that are not written after that time.
+        Names of the files that are still not written; empty if all are.
     """
     if switch.DISABLED:
         return []
@@ -95,10 +96,16 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
     """Call `hook(path, sidecar)` for each file of a capture, once the file is complete and has its final
     name.
 
-    Use it as a function or as a decorator. Hooks get the files of this process' profiler, and of the engines
-    that were given to its captures. A file of a worker goes to hooks that are registered in the worker. Hooks
-    run one after another on a separate thread, so training does not wait for them. An exception is logged
-    once and recorded in the manifest.
+    Use this as a function or as a decorator. `path` is a `pathlib.Path`, and `sidecar` a
+    `stepscope.files.sidecar.Sidecar`, which has the file's kind, role, rank and step:
+
+        @on_artifact
+        def upload(path, sidecar):
+            bucket.put(path, labels={"step": sidecar.step, "kind": sidecar.artifact.kind})
+
+    Hooks get the files of this process' profiler, and of the engines that were given to its captures. A file
+    of a worker goes to hooks that are registered in the worker. Hooks run one after another on a separate
+    thread, so training does not wait for them. An exception is logged once and recorded in the manifest.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
@@ -109,9 +116,10 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
 def on_report(hook: ReportHook) -> ReportHook:
     """Call `hook(scalars)` with a step's figures after each capture that this process opened.
 
-    `scalars.values` is {name: value} (`stage/<role>/<stage>_seconds`...) of step `scalars.step`, for example
-    to log them. A separate process computes the figures once all files are written. Register the hook before
-    the capture opens. The hook runs on the same thread as `on_artifact` hooks.
+    `scalars` is a `stepscope.files.scalars.StepScalars`: `scalars.step` is the number of the step, and
+    `scalars.values` is {name: value}, with names such as `stage/<role>/<stage>_seconds`. A separate process
+    computes the figures once all files are written. Register the hook before the capture opens. The hook runs
+    on the same thread as `on_artifact` hooks.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
@@ -128,9 +136,10 @@ def _pipeline() -> ModuleType:
 def redact(hook: RedactHook) -> RedactHook:
     """Call `hook(key, value)` for each attribute of a span before it is written, and write its result.
 
-    Use it as a function or as a decorator, in each process whose spans should be redacted. A later call
-    replaces the hook. The hook runs on the writing thread, and gets the text of an exception as the attribute
-    `error`. If the hook raises, `[redacted]` is written.
+    Use this as a function or as a decorator, in each process whose spans should be redacted. A later call
+    replaces the hook: `redact(lambda key, value: "***" if key == "prompt" else value)`. The hook runs on the
+    writing thread, and gets the text of an exception as the attribute `error`. If the hook raises,
+    `[redacted]` is written.
 
     Raises:
         ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.

@@ -27,16 +27,20 @@ def trajectory(
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
 ) -> Scope:
-    """Record one agent rollout as a span of stage `trajectory`. All spans within it have its id.
+    """Record one agent rollout as a span of stage `trajectory`. All spans inside have its id.
 
-    Use it with `with` or `async with`. Without a capture, only the id is stored, so that spans of a capture
-    that opens meanwhile have the id.
+    Use the result with `with` or `async with`:
+
+        with trajectory("problem17-3"), turn(0):
+            reply = await generate(prompt)
+
+    Without a capture, only the id is stored, so that spans of a capture that opens meanwhile have the id.
 
     Args:
         trajectory_id: An id that is unique within the run.
         step: The step that consumes the trajectory, if it is not the running step (async RL).
         policy_version: Version of the weights when the trajectory begins.
-        attrs: Further attributes of the span.
+        attrs: Further attributes of the span, as in `span`.
     """
     session = slot.active
     if session is None:
@@ -59,7 +63,11 @@ def trajectory(
 def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
     """Record one round of model and tool calls in a trajectory as a span of stage `turn`.
 
-    Use it with `with` or `async with`.
+    Use the result with `with` or `async with`, inside `trajectory`.
+
+    Args:
+        index: Number of the turn within its trajectory, from 0.
+        attrs: Further attributes of the span, as in `span`.
     """
     session = slot.active
     if session is None:
@@ -85,7 +93,7 @@ def span(
 ) -> Scope:
     """Record a block of code as a span.
 
-    Use it with `with` or `async with`. `.set(key=value)` adds attributes:
+    Use the result with `with` or `async with`. Its method `set(key=value)` adds attributes:
 
         with span("score", role="reward") as score:
             score.set(samples=len(batch))
@@ -129,8 +137,8 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
     Put it below decorators that do not return a function (@ray.remote, @property), and above @torch.compile,
     because calls within a compiled graph are not recorded. A generator has a span for each resumption. If a
     plain function returns a coroutine, a generator or an asyncio future, the span lasts until that object
-    ends; other awaitables are not followed. If the decorated function is itself a decorator's result that
-    inspects its caller's frame, or hides an `async def`, the function below that decorator is recorded.
+    ends; other awaitables are not followed. Another decorator below this one may inspect the frame of its
+    caller, or hide an `async def`. Then the function below that decorator is recorded.
 
     Args:
         role: Role that does the work: `actor`, `rollout`, `env`... By default the role of the enclosing span,

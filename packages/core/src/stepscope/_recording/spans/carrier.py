@@ -62,8 +62,12 @@ class Carrier(TypedDict, total=False):
 
 
 def carrier() -> Carrier | None:
-    """Return a carrier of the running code's place, to send to another process or thread. None outside of all
-    spans and carriers.
+    """Return a carrier: the place of the running code among spans, to send to another process or thread.
+
+    Return None outside of all spans and carriers. In the other process, pass the carrier to `attach`:
+
+        reply = await replica.generate.remote(prompt, carried=carrier())  # the caller
+        with attach(carried), span("generate"): ...  # in the method `generate`
     """
     scope = current.get()
     if scope is None:
@@ -94,7 +98,7 @@ def carrier() -> Carrier | None:
 
 
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
-    """Return a context manager (`with` or `async with`) in which new spans become children of the carrier's
+    """Return a context manager (`with` or `async with`) in which new spans are children of the carrier's
     span.
 
     None is accepted and has no effect, so that callers need not check whether a capture is open. Unknown keys
@@ -102,8 +106,8 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     tracer, such as the headers of a request, is a carrier too.
 
     A method that is decorated with `profile_step` may attach a carrier in its body. Then the method's own
-    span becomes a child of the carrier's span too, if it has no parent and was entered in the same task or
-    thread.
+    span becomes a child of the carrier's span too, if the method's span has no parent and was entered in the
+    same task or thread.
     """
     if carried is None:
         return Place()

@@ -83,7 +83,7 @@ class Declared:
             return None
 
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
-        """Resume an async generator for the first time, without telling the event loop.
+        """Resume an async generator for the first time, without registering it with the event loop.
 
         An event loop that ends closes all generators that it knows concurrently. It knows the wrapper, which
         closes the inner generator. If it closed the inner generator too, this would raise "already running".

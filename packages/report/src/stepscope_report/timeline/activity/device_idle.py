@@ -114,8 +114,8 @@ class DeviceKernels:
     ) -> Iterator[list[tuple[float, float, float, float, int]]]:
         """Yield the gaps between kernels since the time `first`, in lists of some thousands.
 
-        A gap is (start, end, the launch of the next kernel but no later than the end, the launch of the next
-        kernel or `NEVER`, thread of the launch).
+        A gap is (start, end, launch of the next kernel but at most `end`, the same launch or `NEVER`,
+        launching thread).
 
         Args:
             launches: Time of the launch of each kernel.
@@ -142,7 +142,7 @@ class DeviceKernels:
 
 @lru_cache(1 << 12)
 def _kind_of(call: str) -> GapKind | None:
-    """Return the cause that a call into a device's runtime is for gaps, or None if it causes no gaps."""
+    """Return the cause of gaps that a call into a device's runtime is, or None if it causes no gaps."""
     if _SYNC.fullmatch(call):
         return "synchronisation"
     if _ALLOCATES.fullmatch(call) and not _NOT_ALLOCATING.fullmatch(call):

@@ -18,7 +18,7 @@ LOST = "launches without a kernel: the profiler lost device work, so that busy t
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
 OVERRUN = "kernels that last on while their stream runs the next ones: durations are wrong"
 UNSYNCED = "kernels that run on while a wait for their stream begins: the device's clock is wrong"
-"""`torch.profiler._trace_validator` checks this too, and `EARLY`."""
+"""`torch.profiler._trace_validator` checks for this and for `EARLY` too."""
 UNRECORDED = "waits for a CUDA event whose record is not known, or is later than the wait"
 NO_SIZES = "collectives without their group, type or size: bandwidths lack them"
 SHARED_NUMBER = "numbers of the forward pass that several operators of the backward pass share"
@@ -32,8 +32,8 @@ NEVER = float("inf")
 _FEW = 10
 """Largest number of events that may be missing at the edges of a recording without a doubt."""
 _SHARE = 20
-"""A doubt needs more than one bad event in this many. Fewer kernels may be missing because they ran after the
-recording had ended."""
+"""There is a doubt if more than one event in this many is bad. A smaller share of kernels may be missing
+because they ran after the recording had ended."""
 _EARLY_US = 10.0
 _OVERLAP = 10
 """A stream is doubted if kernels overlap for more than this fraction (one in `_OVERLAP`) of its busy time. A

@@ -12,8 +12,8 @@ from stepscope_report.timeline.activity.event_names import is_range
 from stepscope_report.timeline.activity.intervals import Covered, Pair, Slices, Stretches
 
 KEPT = 4096
-"""Number of operators and ranges of one trace from which on new shapes are counted together, and new ranges
-too."""
+"""Largest number of keys (operator and shapes, or range) of one trace. Beyond this number, new shapes are
+counted together under `OTHERS`, and new ranges under `OTHER_MARKS`."""
 OTHERS, OTHER_MARKS = "other shapes", "other marks"
 NONE = b"[]"
 """Shapes of an operator without inputs."""

@@ -25,8 +25,8 @@ _MOST_SAMPLES = 8
 """Number of samples to use if a clock was set: half from the start and half from the end of the step. Each
 sample may be from before or after the jump."""
 WANDER_PPM = (0, 1, 15)
-"""Deviations from a steady drift that are tried in turn, in ppm of the step's length, up to PHI of RFC
-5905."""
+"""Allowed deviations from a steady drift, in ppm of the step's length, which are tried in ascending order.
+The last is PHI of RFC 5905."""
 REACH_NS = 3_600_000_000_000
 """Largest error of a sample, or of the first collective."""
 _ROUNDING_NS = 1.0
@@ -215,11 +215,10 @@ def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
 
 
 def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
-    """Return the largest difference, in ns, between the positions that a process' two clocks give to one
-    moment.
+    """Return the largest difference, in ns, between the wall-clock and the monotonic time of one moment.
 
-    Kernels slew both clocks alike, so a gain of one on the other is a jump at an unknown moment. It affects
-    traces, which use the wall clock, as well as spans, which use the monotonic clock.
+    Kernels slew both clocks alike, so a difference is a jump of the wall clock at an unknown moment. The jump
+    affects traces, which use the wall clock, as well as spans, which use the monotonic clock.
     """
     if closed is None:
         return opened.uncertainty_ns
@@ -439,7 +438,7 @@ def is_near(start_ns: int, end_ns: int, window: tuple[int, int]) -> bool:
 
 
 class Hours:
-    """The hours in which the events of one file began, to find the ones far from all others."""
+    """The hours in which the events of one file began, to find events that are far from all others."""
 
     def __init__(self) -> None:
         self._counts = Counter[int]()

@@ -145,7 +145,9 @@ def _traces(plan: Plan) -> Iterator[tuple[RowTraces, RowTrace]]:
 
 
 def _described(traces: RowTraces, trace: RowTrace, plan: Plan) -> ArchivedFile:
-    """Return the description of a trace. If its clock drifts, the offset is that of the step's middle."""
+    """Return the description of a trace. If its clock drifts, the offset at the middle of the step is
+    used.
+    """
     row, axis, window = traces.row, plan.common.axis, plan.timeline.window
     offset_ns = None
     if row.unaligned is None:

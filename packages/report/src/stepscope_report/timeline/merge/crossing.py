@@ -54,7 +54,7 @@ class _Run:
         """The latest slices, until `settle`: a list takes a slice in a third of the time of an array."""
         self.joins = joins
         self._outer = array("i")
-        """Number of the slice around each slice, or -1. It is filled up when it is needed."""
+        """Number of the slice around each slice, or -1. Computed when needed."""
         self._latest = 0
         """Number of slices that begin no later than the last slice that was compared."""
 

@@ -36,7 +36,7 @@ _FURTHER = 1 << 30
 """Number of additional pids, which all rows share equally. They lie above all pids of Linux and below 2^31,
 as Perfetto's own format requires."""
 _OF_A_ROW = 1 << 11
-"""Number of tids that a row has for itself; further ones may also occur in other rows."""
+"""Number of tids that belong to one row alone. Further tids of a row may also occur in other rows."""
 
 
 class Cut(NamedTuple):
@@ -114,7 +114,10 @@ class FlowIds:
     """The flow, async and object ids of one file."""
 
     def __init__(self, file: int, files: int) -> None:
-        """`file`: number of the file, up to `files`. 0 is for stepscope's own arrows."""
+        """Args:
+        file: Number of the file, from 1. 0 is for stepscope's own arrows.
+        files: Number of files.
+        """
         lowest = 10 ** len(str(files))  # so that all prefixes have the same length
         self.prefix = b"%d" % (lowest + file)
         """Prefix of the file's ids. An id that is less than `below` follows the prefix unchanged."""
@@ -159,7 +162,9 @@ class Tracks:
     """Tracks of one timeline. Processes in a file become tracks in the row of the file's process."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """`pids`: The pids of all rows."""
+        """Args:
+        pids: The pids of all rows.
+        """
         self.pids = list(pids)
         self._pids = set(self.pids)
         self._rows: dict[int, _RowTracks] = defaultdict(_RowTracks)

@@ -40,7 +40,9 @@ class Drawing:
         axis: Axis,
         cut: Cut,
     ) -> None:
-        """`shown`: the selected rows of `recorded.rows`."""
+        """Args:
+        shown: The selected rows of `recorded.rows`.
+        """
         self._recorded = recorded
         self._rows = shown
         self._places = {pid: Place(row, 0, axis) for pid, row in shown.items()}

@@ -189,8 +189,8 @@ class Rewriter:
         return False
 
     def _metadata(self, fields: dict[str, msgspec.Raw]) -> bool:
-        """Change a metadata event and record what it tells, and return whether it is kept. An event that
-        describes a process is not kept, because rows have their own.
+        """Change a metadata event, record the name or description in it, and return whether the event is
+        kept. An event that describes a process is not kept, because rows have their own.
         """
         name, pid = _text(fields.get("name")), _text(fields.get("pid"))
         args = _args(fields)

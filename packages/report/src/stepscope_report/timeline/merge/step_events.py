@@ -299,8 +299,8 @@ class Drawn:
         return inside
 
     def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
-        """Return the spans that share tracks: those of each thread, and those of all trajectories of a
-        process.
+        """Return groups of spans that share tracks: one group for each thread, and one for all trajectories
+        of a process.
         """
         spans = self._timeline.spans
         threads = {spans[index].thread for index in chosen if spans[index].trajectory is None}

@@ -125,7 +125,7 @@ class ChromeTrace:
         if trailer is None:
             return False
         self._close(trailer, fields)
-        # The end may also be that of an object inside an event that looks like an event.
+        # `trailer` may also begin after an object inside an event, if this object looks like an event.
         return len(fields) > known or not trailer.strip(_NOTHING)
 
     def field(self, name: str) -> msgspec.Raw | None:

@@ -1,8 +1,8 @@
 """Reader of the JSON lines that the Inspector plugin of NCCL and RCCL writes: one for each finished call.
 
 A line names a call's communicator, size and duration. It states only when the line was written, which may be
-long after the call, so calls are not drawn. Sizes are those of one rank; for a gather, nccl-tests counts the
-sizes of all ranks.
+long after the call, so calls are not drawn. A line has the size of one rank's part. For a gather, nccl-tests
+counts the parts of all ranks.
 
 The layout is that of `plugins/profiler/inspector` of NCCL (format v4.0, June 2026), which states no
 algorithm.
@@ -34,7 +34,7 @@ _LONGEST = 1 << 22
 _KINDS = 4096
 """Number of collectives of different groups and sizes that one file keeps."""
 _OF_ONE_RANK = ("AllGather", "ReduceScatter", "All2All")
-"""Beginnings of the names of calls whose stated size is that of one rank's part."""
+"""Beginnings of the names of calls whose stated size is the size of one rank's part."""
 _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 43)]
 _Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Us: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 52)]

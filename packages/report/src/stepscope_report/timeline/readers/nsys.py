@@ -174,7 +174,7 @@ class _Export:
                 raise RecordError("it holds no export of nsys (no StringIds)")
             failing.pop_all()
         self._linked = False
-        """True if the temporary tables tell which call launched which device event."""
+        """True if the temporary tables link each device event to the call that launched it."""
 
     def close(self) -> None:
         self._database.close()
@@ -355,7 +355,9 @@ class _Export:
                 self._notes.events(NO_TIME)
 
     def _at_link(self, table: str, first: str, process: str) -> tuple[str, str]:
-        """Return a join and a column by which `_rows` knows the first row of each correlation."""
+        """Return (SQL join, SQL expression that is true for the first row of each correlation), for
+        `_rows`.
+        """
         if not self._linked or not self._has(table, process.split()[0], "correlationId"):
             return "", "NULL"
         join = f"l.process = t.{process} AND l.correlation = t.correlationId"

@@ -61,7 +61,7 @@ Json: TypeAlias = Mapping[str, object]
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that made a span, as far as its resource attributes tell."""
+    """The process that made a span, with the facts that its resource attributes state."""
 
     service: str | None = None
     host: str | None = None
