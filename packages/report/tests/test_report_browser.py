@@ -41,12 +41,6 @@ addEventListener("load", () => {
   send("mouseup", gantt, 0.75);
   document.body.dataset.dragged = command();
   document.body.dataset.zoom = document.documentElement.style.getPropertyValue("--w");
-  const select = document.querySelector("#groups select"), tables = [...document.querySelectorAll(".choice")];
-  const shown = () => tables.filter((table) => table.offsetHeight).map((table) => table.dataset.choice);
-  document.body.dataset.first = shown().join();
-  select.value = "role";
-  select.dispatchEvent(new Event("change"));
-  document.body.dataset.chosen = shown().join();
   document.body.dataset.ticks = [...gantt.querySelectorAll(".axis b")].map((tick) => tick.textContent).join();
 });
 </script>"""
@@ -97,8 +91,6 @@ def test_a_steps_page_is_drawn_without_a_word_on_the_console(tmp_path: Path, ran
     assert dragged
     assert 249 < float(dragged[1]) < 251
     assert 749 < float(dragged[2]) < 751
-    assert 'data-first="tier"' in seen
-    assert 'data-chosen="role"' in seen
     assert 'data-ticks="300 ms,' in seen
 
 

@@ -11,7 +11,7 @@ from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.steps import printed
 from stepscope.testing.steps import StepFolder
-from stepscope_report.groups import choices_of, group_spans
+from stepscope_report.groups import group_spans
 from stepscope_report.html.step_page import render_step
 from stepscope_report.report import step_report
 from stepscope_report.spans import MOST
@@ -101,19 +101,6 @@ def test_a_wrong_one_is_refused_with_those_that_are_there(
     arguments: list[str], message: str, save_path: Path, command: Command
 ) -> None:
     assert message in " ".join(command("report", save_path, *arguments, code=2).err.split())
-
-
-def test_a_page_offers_attributes_of_few_values(save_path: Path) -> None:
-    timeline = load_step(save_path / "step_000002")
-    assert [grouping.attribute for grouping in choices_of(timeline)] == [
-        "tool",
-        "env",
-        "name",
-        "cached",
-        "role",
-    ]
-    page = render_step(timeline, step_report(timeline))
-    assert page.count('class="choice"') == 5
 
 
 # Tools of one stage, told apart by the attribute `name` of their spans.

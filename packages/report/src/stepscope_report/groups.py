@@ -1,29 +1,24 @@
 """Times of a step's calls, grouped by an attribute of their spans, such as the tool or the environment.
 
-The tables are for the terminal, for Markdown, and for a page on which the reader chooses the attribute.
+The tables are for the terminal, and for Markdown.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, PROFILING
 from stepscope_report.accounting import clipped, rank_of, union_ns
 from stepscope_report.formatting import duration, percent_of
-from stepscope_report.html import Html, section, table, tag
 from stepscope_report.spans import is_tool, placed
 from stepscope_report.table import TextTable
 from stepscope_report.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
 """Attributes that a span need not state: it gets a value from its fields, if there is a suitable field."""
-_CHOICES = 10
-"""Largest number of values of an attribute that a page offers."""
-_ATTRIBUTES = 8
-"""Largest number of attributes that a page offers."""
 _LENGTH = 80
 _TIMES = (">total", ">mean", ">p50", ">p95", ">max", ">active")
 _NOTE = (
@@ -86,27 +81,6 @@ def attributes_of(timeline: Timeline) -> list[str]:
     return sorted(counts, key=lambda name: (-counts[name], name))
 
 
-def choices_of(timeline: Timeline) -> list[Grouping]:
-    """Return the groupings that a page offers: by attributes with at least two values and few enough of
-    them.
-    """
-    names = list(dict.fromkeys(("tool", "env", *attributes_of(timeline), "role", "process")))
-    few = [name for name in names if 1 < _values(timeline, name) <= _CHOICES]
-    return [group_spans(timeline, name) for name in few[:_ATTRIBUTES]]
-
-
-def _values(timeline: Timeline, attribute: str) -> int:
-    """Return the number of values of an attribute; above `_CHOICES` it is not exact."""
-    values = set[str]()
-    for span in timeline.spans:
-        value = _value(timeline, span, attribute)
-        if value is not None:
-            values.add(value)
-            if len(values) > _CHOICES:
-                break
-    return len(values)
-
-
 def _value(timeline: Timeline, span: Span, attribute: str) -> str | None:
     stated = (span.attrs or {}).get(attribute)
     if stated is None and attribute in ALWAYS:
@@ -148,7 +122,7 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
     )
 
 
-def group_table(grouping: Grouping, title: str = "") -> TextTable:
+def group_table(grouping: Grouping, title: str) -> TextTable:
     states = ("open", "errors", "cancelled")
     extra = [name for name in states if any(getattr(group, name) for group in grouping.groups)]
     heads = (">calls", *(f">{name}" for name in extra), *_TIMES, ">%")
@@ -163,24 +137,9 @@ def group_table(grouping: Grouping, title: str = "") -> TextTable:
         for group in grouping.groups
     )
     columns = (grouping.attribute, *heads)
-    return TextTable(title or f"By {grouping.attribute}", columns, rows, _NOTE, "value")
+    return TextTable(title, columns, rows, _NOTE, "value")
 
 
 def _times(group: Group) -> tuple[str, ...]:
     times = (group.total_ns, group.mean_ns, group.p50_ns, group.p95_ns, group.max_ns, group.active_ns)
     return tuple(map(duration, times))
-
-
-def draw_groups(groupings: Sequence[Grouping]) -> Iterator[Html]:
-    """Yield a section with a table for each grouping, of which the page's script shows the chosen one."""
-    if groupings:
-        parts = [
-            tag("div", *_part(grouping), class_="choice", data_choice=grouping.attribute)
-            for grouping in groupings
-        ]
-        yield section("groups", "Calls by attribute", *parts, note=_NOTE)
-
-
-def _part(grouping: Grouping) -> tuple[Html, Html]:
-    block = group_table(grouping)
-    return tag("h3", block.title), table(block.columns, block.rows)

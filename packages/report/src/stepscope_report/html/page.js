@@ -108,16 +108,5 @@
     }
   });
 
-  // Of the tables of a choice, one is shown.
-  const tables = [...document.querySelectorAll(".choice")];
-  if (tables.length > 1) {
-    const select = document.createElement("select");
-    select.append(...tables.map((table) => new Option("by " + table.dataset.choice, table.dataset.choice)));
-    const choose = () => tables.forEach((table) => (table.hidden = table.dataset.choice !== select.value));
-    select.addEventListener("change", choose);
-    tables.forEach((table) => table.querySelector("h3").remove());
-    tables[0].before(select);
-    choose();
-  }
   root.dataset.ready = document.querySelectorAll(".m").length;
 })();

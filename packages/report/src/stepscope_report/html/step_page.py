@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import count, duration, moment, percentage, percents
-from stepscope_report.groups import choices_of, draw_groups
 from stepscope_report.html import Colours, Html, first_section, page, section, tag
 from stepscope_report.model import StepReport
 from stepscope_report.report import SECTIONS, pages_of
@@ -89,7 +88,6 @@ def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:
         drawn[part.page] += part.html_of(page)
     for group, added in pages_of(page):
         drawn[min(max(group, OVERVIEW), RECORD)] += added
-    drawn[RECORD] += draw_groups(choices_of(page.timeline))
     drawn[RECORD].append(legend_of_words())
     yield from ((name, parts) for name, parts in zip(GROUPS, drawn, strict=True) if parts)
 
