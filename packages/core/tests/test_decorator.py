@@ -239,7 +239,7 @@ def test_a_capture_takes_nothing_from_the_depth_that_recursion_has(config: Profi
 # Generators.
 
 
-def test_the_consumer_is_not_billed_to_the_generator(config: ProfileConfig, spans: Spans) -> None:
+def test_the_consumer_is_not_attributed_to_the_generator(config: ProfileConfig, spans: Spans) -> None:
     with capture(1, config=config):
         for _ in Worker().stream(2):
             with span("consume"):
@@ -251,7 +251,9 @@ def test_the_consumer_is_not_billed_to_the_generator(config: ProfileConfig, span
         assert earlier.start_ns + earlier.dur_ns <= later.start_ns
 
 
-async def test_the_consumer_is_not_billed_to_the_async_generator(config: ProfileConfig, spans: Spans) -> None:
+async def test_the_consumer_is_not_attributed_to_the_async_generator(
+    config: ProfileConfig, spans: Spans
+) -> None:
     async with capture(1, config=config):
         async for _ in Worker().astream(2):
             with span("consume"):

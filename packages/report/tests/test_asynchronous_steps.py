@@ -290,14 +290,14 @@ def with_stragglers(root: Path, *, named: Sequence[str] = (), dropped: int = 0) 
     return load_step(folder.write())
 
 
-def billed_ms(report: StepReport) -> dict[str | None, int]:
+def time_ms(report: StepReport) -> dict[str | None, int]:
     return {line.stage: line.wall_ns // MS for line in report.breakdown.lines if line.wall_ns}
 
 
 def test_a_step_does_not_wait_for_what_it_does_not_consume(tmp_path: Path) -> None:
     timeline = with_stragglers(tmp_path, named=[*(f"t{number}" for number in range(27)), "ended before"])
     result = step_report(timeline)
-    assert billed_ms(result) == {"generate": 300, "update_actor": 900}
+    assert time_ms(result) == {"generate": 300, "update_actor": 900}
     assert [advice.rule for advice in result.advice] == []
     tail = result.long_tail
     assert tail is not None

@@ -585,7 +585,7 @@ def test_a_step_is_not_compared_with_those_of_other_kinds(tmp_path: Path) -> Non
     assert "999" not in say_beside(msgspec.structs.replace(baseline, alike=False))
 
 
-def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Path) -> None:
+def test_a_tool_that_slept_in_one_step_is_not_attributed_to_the_capture(tmp_path: Path) -> None:
     folder = tools(tmp_path, ("t2", 1, 800))
     for process in folder.processes:
         process.profiled = True

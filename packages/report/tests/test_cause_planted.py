@@ -75,7 +75,7 @@ def test_a_rank_that_sleeps_before_a_barrier_is_named(tmp_path: Path, command: C
     assert 0.4 < cause["longer_ns"] / late_ns(own, 1) < 1.15
 
 
-def test_a_tool_that_sleeps_in_one_step_is_named_and_not_billed_to_the_capture(
+def test_a_tool_that_sleeps_in_one_step_is_named_and_not_attributed_to_the_capture(
     tmp_path: Path, command: Command
 ) -> None:
     config = ProfileConfig(save_path=tmp_path, steps=[4, 5], roles=SPANS, counters={"hz": 0})

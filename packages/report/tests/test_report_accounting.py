@@ -61,7 +61,7 @@ def test_shares_and_idle_time_add_up_to_the_window_exactly(intervals: list[Inter
 
 
 @given(forests())
-def test_each_nanosecond_is_billed_to_the_leaves_of_the_lowest_tier(intervals: list[Interval]) -> None:
+def test_each_nanosecond_is_attributed_to_the_leaves_of_the_lowest_tier(intervals: list[Interval]) -> None:
     shares = divide(intervals, *WINDOW, labels=LABELS, tiers=TIERS)
     attributed: Counter[tuple[tuple[str, str], ...]] = Counter()
     active: Counter[tuple[str, str]] = Counter()

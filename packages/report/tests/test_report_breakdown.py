@@ -74,7 +74,7 @@ ACCOUNTS: dict[str, tuple[int, list[Row], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(("lasts_ms", "rows", "expected"), ACCOUNTS.values(), ids=ACCOUNTS)
-def test_each_instant_is_billed_to_the_most_specific_work(
+def test_each_instant_goes_to_the_most_specific_work(
     tmp_path: Path, lasts_ms: int, rows: list[Row], expected: dict[str, int]
 ) -> None:
     assert account(a_step(tmp_path, lasts_ms, rows)) == expected

@@ -37,7 +37,7 @@ def polling_step(root: Path, *, generates: bool = True) -> StepFolder:
     return folder
 
 
-def test_a_wait_is_billed_for_what_no_work_covers(tmp_path: Path) -> None:
+def test_a_wait_gets_the_time_that_no_work_covers(tmp_path: Path) -> None:
     lines = {line.stage: line for line in report_of(polling_step(tmp_path)).breakdown.lines}
     assert lines["generate_sequences"].wall_ns == 290 * MS
     assert lines["wait_for_samples"].wall_ns == 1730 * MS
