@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import chain, repeat
 from zlib import crc32
 
 from stepscope_report.accounting import Label
@@ -152,6 +153,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: st
         return tag("div", grid, class_="wide")
     cut = tag("p", f"Printed are the first {ROWS} of {len(lines):,} rows.", class_="note printed")
     return join(tag("div", grid, class_="wide scroll"), cut)
+
+
+def illustrated(block: TextTable, at: int, heading: str, drawings: Sequence[Html], name: str = "") -> Html:
+    """Return the table of a block with a column of drawings before column `at`. Rows after the last drawing
+    have an empty cell there.
+    """
+    columns = (*block.columns[:at], heading, *block.columns[at:])
+    drawn = chain(drawings, repeat(EMPTY))
+    rows = [(*row[:at], drawing, *row[at:]) for row, drawing in zip(block.rows, drawn, strict=False)]
+    return table(columns, rows, name)
 
 
 def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:

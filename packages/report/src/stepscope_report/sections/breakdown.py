@@ -25,7 +25,7 @@ from stepscope_report.division import (
     work_of,
 )
 from stepscope_report.formatting import LISTED, count, duration, percent_of, percents
-from stepscope_report.html import Colours, Html, mark, section, swatched, table, tag
+from stepscope_report.html import Colours, Html, illustrated, section, stacked, table, tag
 from stepscope_report.html.timecharts import gantt
 from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.critical_path import path_marks
@@ -279,23 +279,13 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
     Args:
         between_ns: Time between two steps, shown in a line below the step.
     """
-    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
-    whole_ns, small = breakdown.window_ns, smaller_stages(breakdown)
-    rows: list[tuple[str, ...]] = []
-    for line, share in zip(breakdown.lines, shares, strict=True):
-        if line in small:
-            continue
-        if line.kind != "stage" and small:
-            wall_ns = sum(folded.wall_ns for folded in small)
-            share_of_all = percent_of(wall_ns, whole_ns)
-            rows.append(("", f"{len(small)} smaller stages", duration(wall_ns), share_of_all, "", ""))
-            small = []
-        rows.append(_account_row(line, share))
+    whole_ns = breakdown.window_ns
+    rows = [_account_row(line) for line in _shown_lines(breakdown)]
     rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
     if between_ns is not None:
         rows.append(("", BETWEEN, duration(between_ns), "", "", ""))
     note = "alone: not shared with other stages. active: all time in which it ran, attributed to it or not."
-    note += _say_calls(breakdown, before="\n")
+    note += _say_calls(breakdown)
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
         rows.append(("", BESIDE, duration(beside_ns), "", "", ""))
@@ -306,11 +296,37 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
     return TextTable("Where it went", columns, tuple(rows), note)
 
 
-def _account_row(line: Line, share: str) -> tuple[str, ...]:
-    if line.kind != "stage":
-        return "", line.kind, duration(line.wall_ns), share, "", ""
-    name, times = (line.stage or "") + remark(line), (line.alone_ns, line.active_ns)
-    return line.role or "", name, duration(line.wall_ns), share, *map(duration, times)
+class _Shown(NamedTuple):
+    """One line of the account as it is shown."""
+
+    line: Line | None
+    """The line, or None for all smaller stages together."""
+    name: str
+    wall_ns: int
+    share: str
+
+
+def _shown_lines(breakdown: Breakdown) -> Iterator[_Shown]:
+    """Yield the lines of the account. All smaller stages share one line after the other stages."""
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
+    small = smaller_stages(breakdown)
+    for line, share in zip(breakdown.lines, shares, strict=True):
+        if line in small:
+            continue
+        if line.kind != "stage" and small:
+            wall_ns = sum(folded.wall_ns for folded in small)
+            share_of_all = percent_of(wall_ns, breakdown.window_ns)
+            yield _Shown(None, f"{len(small)} smaller stages", wall_ns, share_of_all)
+            small = []
+        name = (line.stage or "") + remark(line) if line.kind == "stage" else line.kind
+        yield _Shown(line, name, line.wall_ns, share)
+
+
+def _account_row(shown: _Shown) -> tuple[str, ...]:
+    line, wall = shown.line, duration(shown.wall_ns)
+    if line is None or line.kind != "stage":
+        return "", shown.name, wall, shown.share, "", ""
+    return line.role or "", shown.name, wall, shown.share, duration(line.alone_ns), duration(line.active_ns)
 
 
 def gap_table(breakdown: Breakdown) -> TextTable | None:
@@ -380,10 +396,10 @@ def remark(line: Line) -> str:
     return " (waiting)" if line.waits else " (outside the engine)" if line.outside_engine else ""
 
 
-def _say_calls(breakdown: Breakdown, before: str) -> str:
+def _say_calls(breakdown: Breakdown) -> str:
     small = smaller_stages(breakdown)
     shown = any(line.outside_engine and line not in small for line in breakdown.lines)
-    return f"{before}outside the engine: transport of requests, and the event loop." if shown else ""
+    return "\noutside the engine: transport of requests, and the event loop." if shown else ""
 
 
 def say_left_out(breakdown: Breakdown) -> str:
@@ -410,9 +426,14 @@ def smaller_stages(breakdown: Breakdown) -> list[Line]:
     return small if len(small) > 1 else []
 
 
-def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
-    """Return the account as horizontal bars, the longest first."""
-    return (account_bars(breakdown, page.colours, between_ns(page.report)),)
+def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterator[Html]:
+    """Yield the account with bars, its gaps, and the stages that ran at the same time."""
+    account, lines = account_table(breakdown, between_ns(page.report)), list(_shown_lines(breakdown))
+    longest_ns = max((shown.wall_ns for shown in lines), default=0)
+    bars = [_bar(shown, longest_ns, page.colours) for shown in lines]
+    drawn = illustrated(account, 2, "", bars, "account-table")
+    further = (*_gaps(breakdown), *_overlaps(breakdown))
+    yield section("account", "Where it went", drawn, *further, note=account.note)
 
 
 def draw_when(page: Page) -> Html:
@@ -422,76 +443,13 @@ def draw_when(page: Page) -> Html:
     return gantt(chart, page.colours, path)
 
 
-def account_bars(breakdown: Breakdown, colours: Colours, between_ns: int | None = None) -> Html:
-    """Return the account as bars: one for each stage of 0.1 % or more, the longest first, and one for all
-    smaller stages.
-    """
-    whole_ns = breakdown.window_ns
-    shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
-    longest_ns = max([line.wall_ns for line in breakdown.lines], default=0)
-    folded = smaller_stages(breakdown)
-    rows: list[Sequence[str | Html]] = []
-    folded_ns = sum(line.wall_ns for line in folded)
-    for line, share in zip(breakdown.lines, shares, strict=True):
-        if line in folded:
-            continue
-        if line.kind != "stage" and folded:
-            rows.append(_folded(len(folded), folded_ns, longest_ns, whole_ns))
-            folded = []
-        rows.append(_row(line, share, longest_ns, colours))
-    total_ns = sum(line.wall_ns for line in breakdown.lines)
-    rows.append((tag("b", "step"), "", tag("b", percent_of(total_ns, whole_ns)), duration(total_ns), "", ""))
-    if between_ns is not None:
-        rows.append((BETWEEN, "", "", duration(between_ns), "", ""))
-    beside_ns = breakdown.opening_ns + breakdown.closing_ns
-    if beside_ns:
-        rows.append((BESIDE, "", "", duration(beside_ns), "", ""))
-    columns = ("stage", "", ">%", ">wall", ">alone", ">active")
-    return section(
-        "account",
-        "Where it went",
-        table(columns, rows, "account-table"),
-        *_gaps(breakdown),
-        *_overlaps(breakdown),
-        note=_note(breakdown),
-    )
-
-
-def _row(line: Line, share: str, longest_ns: int, colours: Colours) -> Sequence[str | Html]:
-    if line.kind == "stage":
-        label = (line.role or "", line.stage or "")
-        kind, name = colours.of(label), " ".join(label) + remark(line)
-        times = (duration(line.alone_ns), duration(line.active_ns))
-    else:
-        kind, name, times = line.kind, line.kind, ("", "")
-    hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
-    bar = _bar(kind, line.wall_ns, longest_ns, hover)
-    return (swatched(kind, name), bar, share, duration(line.wall_ns), *times)
-
-
-def _folded(number: int, wall_ns: int, longest_ns: int, total_ns: int) -> Sequence[str | Html]:
-    name = f"{number} smaller stages"
-    bar = _bar("co", wall_ns, longest_ns, f"{name} {duration(wall_ns)}")
-    return (swatched("co", name), bar, percent_of(wall_ns, total_ns), duration(wall_ns), "", "")
-
-
-def _bar(kind: str, wall_ns: int, longest_ns: int, hover: str) -> Html:
-    return tag("div", mark(kind, 0, wall_ns, longest_ns, hover), class_="fall")
-
-
-def _note(breakdown: Breakdown) -> str:
-    note = (
-        "alone: not shared with other stages. active: all time in which it ran, attributed to it or not. "
-        "unaccounted: no span ran anywhere."
-    )
-    note += _say_calls(breakdown, before=" ")
-    if any(line.kind == "profiler" for line in breakdown.lines):
-        note += " profiler: profilers inside the step."
-    if breakdown.opening_ns or breakdown.closing_ns:
-        note += f" {say_outside(breakdown)}"
-    if breakdown.left_out:
-        note += f" {say_left_out(breakdown)}."
-    return note
+def _bar(shown: _Shown, longest_ns: int, colours: Colours) -> Html:
+    line, role = shown.line, ""
+    kind: str = "co" if line is None else line.kind
+    if line is not None and line.kind == "stage":
+        role, kind = f"{line.role} ", colours.of((line.role or "", line.stage or ""))
+    hover = f"{role}{shown.name} {duration(shown.wall_ns)}, {shown.share} %"
+    return stacked([(kind, shown.wall_ns, hover)], longest_ns)
 
 
 def _gaps(breakdown: Breakdown) -> Iterator[Html]:

@@ -29,7 +29,7 @@ from stepscope.files.counters import (
 from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
 from stepscope_report.charts import pick_of_each
 from stepscope_report.formatting import LISTED, count, duration, size
-from stepscope_report.html import Html, percent, section, table, tag
+from stepscope_report.html import Html, illustrated, percent, section, tag, text
 from stepscope_report.sections import DEVICES, Section
 from stepscope_report.spans import is_tool, placed
 from stepscope_report.table import Block, Table, TextTable, grouped
@@ -418,13 +418,15 @@ def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Bl
     names = grouped(rows, lambda row: row.name).values()
     highest = [max(own, key=lambda row: (row.increase or 0, row.most)) for own in names]
     shown = rows if len(rows) <= LISTED else highest
-    note = NOTE if any(row.increase is not None for row in shown) else ""
-    if len(shown) < len(rows):
-        note = f"Of {count(len(rows), 'row')}, the highest of each counter. {note}".rstrip()
-    columns = COLUMNS if NOTE in note else COLUMNS[:-1]
-    note = f"{say_busy_hosts(counters)} {note}".strip()
-    cells = tuple(counter_cells(row)[: len(columns)] for row in shown)
-    yield TextTable("Counters", columns, cells, note)
+    cut = f"Of {count(len(rows), 'row')}, the highest of each counter." if len(shown) < len(rows) else ""
+    yield _table(shown, say_busy_hosts(counters), cut)
+
+
+def _table(rows: Sequence[CounterRow], *notes: str) -> TextTable:
+    grows = any(row.increase is not None for row in rows)
+    columns = COLUMNS if grows else COLUMNS[:-1]
+    cells = tuple(counter_cells(row)[: len(columns)] for row in rows)
+    return TextTable("Counters", columns, cells, " ".join(filter(None, (*notes, NOTE if grows else ""))))
 
 
 def counter_cells(row: CounterRow) -> tuple[str, ...]:
@@ -471,38 +473,29 @@ def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
     """Yield the table of counters for the page, or nothing if no counter was sampled."""
     if counters is None:
         return
-    timeline, window_ns = page.timeline, page.timeline.window.wall_ns
+    timeline = page.timeline
     pieces = [(counter, pieces) for counter in timeline.counters if (pieces := pieces_of(counter, timeline))]
     names = len({row.name for row in counters.rows})
     drawn = DRAWN if len(counters.rows) <= ROWS else min(DRAWN, max(4, ROWS // names))
     shown = list(pick_of_each(counters.rows, lambda row: row.name, lambda row: row.most, drawn))
-    grows = any(row.increase is not None for row in counters.rows)
-    columns = (
-        "counter",
-        "of",
-        "over the step",
-        ">least",
-        ">mean",
-        ">most",
-        *([">in the step"] if grows else []),
-    )
-    cells = [_cells(counters.rows[at], *pieces[at], page, window_ns)[: len(columns)] for at in shown]
-    note = "Each bar is the most in its part of the step, of the most in all of it."
-    note = f"{say_busy_hosts(counters)} {note}".strip()
-    if grows:
-        note += f" {NOTE}"
+    rows = [counters.rows[at] for at in shown]
+    notes = [
+        say_busy_hosts(counters),
+        "Each bar is the most in its part of the step, of the most in all of it.",
+    ]
     if len(shown) < len(counters.rows):
-        note += f" {len(shown):,} of {count(len(counters.rows), 'row')} are shown, and the highest of each."
-    yield section("counters", "Counters", table(columns, cells, "counter-table"), note=note)
+        every = count(len(counters.rows), "row")
+        notes.append(f"{len(shown):,} of {every} are shown, and the highest of each.")
+    block, charts = _table(rows, *notes), [_drawn(counters.rows[at], *pieces[at], page) for at in shown]
+    pictures = illustrated(block, 2, "over the step", charts, "counter-table")
+    yield section("counters", "Counters", pictures, note=block.note)
 
 
-def _cells(
-    row: CounterRow, counter: Counter, pieces: Sequence[Piece], page: Page, window_ns: int
-) -> tuple[str | Html, ...]:
-    name, of, *rest = counter_cells(row)
+def _drawn(row: CounterRow, counter: Counter, pieces: Sequence[Piece], page: Page) -> Html:
     if not page.timeline.processes[counter.process].aligned:
-        return name, of, "unaligned: not drawn", *rest
-    return name, of, _chart(row, pieces, page.timeline.window.start_ns, window_ns), *rest
+        return text("unaligned: not drawn")
+    window = page.timeline.window
+    return _chart(row, pieces, window.start_ns, window.wall_ns)
 
 
 def _chart(row: CounterRow, pieces: Sequence[Piece], start_ns: int, window_ns: int) -> Html:

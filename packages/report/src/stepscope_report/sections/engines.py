@@ -20,6 +20,7 @@ from stepscope_report.html import (
     EMPTY,
     Colours,
     Html,
+    illustrated,
     join,
     legend,
     percent,
@@ -570,7 +571,6 @@ def known(value: float | None) -> str:
 CHARTS = 16
 """Number of replicas whose load is drawn."""
 _PARTS = ("decode", "prefill", "queue")
-_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
 
 
 def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
@@ -586,10 +586,11 @@ def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
 def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Colours) -> Html:
     chart, height = _chart([row for row in rows if row.load], window_ns, colours)
     named = [(_colour(phase, colours), phase) for phase in PHASES]
-    times = table(_TIMES, [_drawn_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
+    block = _times(rows)
+    times = illustrated(block, 1, "time", [_bar(row, named) for row in rows], "engine-table")
     asked = request_table(rows)
     requests = table(asked.columns, asked.rows, "engine-requests")
-    note = f"{height} {engine_note(rows)} {REQUESTS_NOTE}".lstrip()
+    note = f"{height} {block.note} {REQUESTS_NOTE}".lstrip()
     return section("engines", "Engines", chart, legend(named), times, requests, unnamed, note=note)
 
 
@@ -621,17 +622,10 @@ def _colour(phase: str, colours: Colours) -> str:
     return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
 
 
-def _drawn_times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[str | Html, ...]:
-    times = engine_times(row)
-    cells = [
-        "-" if ns is None else f"{duration(ns)} ({share} %)"
-        for ns, share in zip(times, shares_of(row), strict=True)
-    ]
-    parts = (
-        (css, ns, f"{phase} {duration(ns)}") for (css, phase), ns in zip(named, times, strict=True) if ns
-    )
-    bar = stacked(parts, row.recorded_ns)
-    return name, row.source, bar, iterations_of(row), duration(row.recorded_ns), *cells
+def _bar(row: Engine, named: Sequence[tuple[str, str]]) -> Html:
+    times = zip(named, engine_times(row), strict=True)
+    parts = ((css, ns, f"{phase} {duration(ns)}") for (css, phase), ns in times if ns)
+    return stacked(parts, row.recorded_ns)
 
 
 def _drawn_levels(load: Load) -> tuple[float, float, float]:

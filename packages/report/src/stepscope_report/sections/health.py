@@ -343,7 +343,7 @@ UNCALLED = "Instrumented, without a recorded call: not called in this step, or c
 
 def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
     """Yield the processes, and the reasons to doubt the report."""
-    yield _said_processes(health.processes)
+    yield _processes_table(*worst_first(health.processes, 2 * LISTED))
     if health.complete and not health.errors:
         yield Paragraph(say_complete(health))
     yield from health_lists(health)
@@ -413,13 +413,12 @@ def _profiling_ns(process: ProcessRow) -> int:
     return 0 if process.cost is None else process.cost.start_ns + process.cost.stop_ns
 
 
-def _said_processes(processes: Sequence[ProcessRow]) -> TextTable:
-    ordered, order = worst_first(processes, 2 * LISTED)
+def _processes_table(processes: Sequence[ProcessRow], order: str) -> TextTable:
     columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
     note = " ".join(filter(None, (order, OPEN_CLOSE, say_profiled(*(row.profiled for row in processes)))))
     rows = tuple(
         (starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row))
-        for row in ordered
+        for row in processes
     )
     return TextTable("Processes", columns, rows, note, noun="process")
 
@@ -540,28 +539,11 @@ def draw_health(health: Health, page: Page) -> Iterator[Html]:
         yield _files(page.files)
 
 
-def _drawn_processes(rows: Sequence[ProcessRow]) -> Html:
-    columns = (
-        "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
-    )  # fmt: skip
-    note = (
-        "clock: how the process' times were moved to the owner's clock, and their largest error. "
-        f"{OPEN_CLOSE} in spans: a part of the stages' times."
-    )
-    note = f"{note} {say_profiled(*(row.profiled for row in rows))}".rstrip()
-    ordered, order = worst_first(rows, ROWS)
+def _drawn_processes(processes: Sequence[ProcessRow]) -> Html:
+    ordered, order = worst_first(processes, ROWS)
     if len(ordered) > DRAWN:
         order += f" {DRAWN:,} of {count(len(ordered), 'process')} are shown; --json has all."
-    shown = table(columns, [_process(row) for row in ordered[:DRAWN]])
-    return section("processes", "Processes", shown, note=f"{order} {note}" if order else note)
-
-
-def _process(row: ProcessRow) -> tuple[str | Html, ...]:
-    starry = starred(row.name, row.profiled)
-    name: str | Html = tag("b", starry, " (owner)") if row.owner else starry
-    dropped = "-" if row.dropped is None else str(row.dropped or "")
-    spans = f"{row.spans:,}" if row.closed else f"{row.spans:,}, never closed"
-    return (name, row.host, str(row.pid), spans, dropped, clock(row), *cost_cells(row))
+    return section("processes", "Processes", draw(_processes_table(ordered[:DRAWN], order), "Processes"))
 
 
 def _files(files: Sequence[StepFile]) -> Html:

@@ -20,7 +20,7 @@ from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_n
 from stepscope_report.charts import pick_of_each
 from stepscope_report.division import intervals_of
 from stepscope_report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
-from stepscope_report.html import Html, legend, section, stacked, table
+from stepscope_report.html import Html, illustrated, legend, section, stacked
 from stepscope_report.replicas import find_replicas
 from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.breakdown import find_stretches
@@ -419,6 +419,10 @@ def _skew(process: int, waits: Mapping[int, array[int]]) -> _Skew:
     return _Skew(total_ns, -awaited, awaited_ns)
 
 
+_COLUMNS = ("process", ">busy", ">idle", ">%", "it probably waited for", "in collectives")
+_NOTE = "Causes: the work on the critical path at the time. In collectives: from traces."
+
+
 def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
     """Yield a row for each process. If there are many, only the most idle process of each role has a row."""
     window_ns = report.breakdown.window_ns
@@ -426,12 +430,14 @@ def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
         return
     roles = grouped(rows, lambda row: row.role).values()
     shown = rows if len(rows) <= LISTED else [max(own, key=lambda row: row.idle_ns) for own in roles]
-    note = "Causes: the work on the critical path at the time. In collectives: from traces."
-    if len(shown) < len(rows):
-        note = f"Of {count(len(rows), 'process')}, the most idle of each role. {note}"
-    note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
-    columns = ("process", ">busy", ">idle", ">%", "it probably waited for", "in collectives")
-    yield TextTable("Idle", columns, tuple(_cells(row, window_ns) for row in shown), note)
+    note = f"Of {count(len(rows), 'process')}, the most idle of each role." if len(shown) < len(rows) else ""
+    yield _table(shown, window_ns, note)
+
+
+def _table(rows: Sequence[Idle], window_ns: int, note: str) -> TextTable:
+    parts = (note, _NOTE, say_profiled(*(row.profiled for row in rows)))
+    cells = tuple(_cells(row, window_ns) for row in rows)
+    return TextTable("Idle", _COLUMNS, cells, " ".join(filter(None, parts)))
 
 
 def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
@@ -443,12 +449,6 @@ def say_causes(row: Idle, most: int = 3) -> str:
     """Return the causes of idle time as text, the longest first: `rollout 2.06 s, slowest rank 196 ms
     (compute_log_prob), others 52.0 ms`.
     """
-    named, others_ns = name_causes(row, most)
-    return ", ".join([*named, *([f"others {duration(others_ns)}"] if others_ns else [])])
-
-
-def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
-    """Return the `most` longest kinds of causes as text, and the total ns of the other kinds."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for cause in row.causes:
         by_kind[cause.kind][cause.stage or ""] += cause.wall_ns
@@ -458,7 +458,8 @@ def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
         stages = [stage for stage, _ in by_kind[kind].most_common(1) if stage]
         named = f" ({', '.join(stages)})" if stages and kind in ("slowest rank", "other work") else ""
         parts.append(f"{kind} {duration(by_kind[kind].total())}{named}")
-    return parts, sum(by_kind[kind].total() for kind in kinds[most:])
+    others_ns = sum(by_kind[kind].total() for kind in kinds[most:])
+    return ", ".join([*parts, *([f"others {duration(others_ns)}"] if others_ns else [])])
 
 
 def say_collectives(row: Idle) -> str:
@@ -485,26 +486,18 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     if not rows or not window_ns:
         return
     key = legend((_class(kind), kind) for kind in ("busy", *_KINDS))
-    columns = ("process", "busy, then what it probably waited for", ">busy", ">idle", ">%", "the most of it")
     shown = [rows[at] for at in pick_of_each(rows, lambda row: row.role, lambda row: row.idle_ns, DRAWN)]
-    collectives = any(row.collective_ns is not None for row in shown)
-    cells = [_row(row, window_ns, collectives) for row in shown]
-    note = (
-        "Causes: the work on the critical path while the process was idle. slowest rank: another process of "
-        "its role was still in a stage that both run."
-    )
-    if collectives:
-        note += " In collectives: busy time in collectives that no computation hides, from traces."
-    note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
+    note = ""
     if len(shown) < len(rows):
-        note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
+        note = f"{len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
     if unseen := unseen_collectives(page.timeline):
         note += f" {unseen:,} collectives that Python did not call, such as DDP's, have no wait on record."
-    head = (*columns, "in collectives") if collectives else columns
-    yield section("idle", "Idle, and why", key, table(head, cells, "idle-table"), note=note)
+    block, bars = _table(shown, window_ns, note.lstrip()), [_bar(row, window_ns) for row in shown]
+    drawn = illustrated(block, 1, "busy, then what it probably waited for", bars, "idle-table")
+    yield section("idle", "Idle, and why", key, drawn, note=block.note)
 
 
-def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:
+def _bar(row: Idle, window_ns: int) -> Html:
     parts: Counter[str] = Counter({"busy": row.busy_ns})
     for cause in row.causes:
         parts[cause.kind] += cause.wall_ns
@@ -513,15 +506,7 @@ def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]
         for kind in ("busy", *_KINDS)
         if parts[kind]
     )
-    cells = (
-        starred(row.process, row.profiled),
-        stacked(bars, window_ns),
-        duration(row.busy_ns),
-        duration(row.idle_ns),
-        percent_of(row.idle_ns, window_ns),
-        ", ".join(name_causes(row, most=2)[0]),
-    )
-    return (*cells, say_collectives(row)) if collectives else cells
+    return stacked(bars, window_ns)
 
 
 def _class(kind: str) -> str:

@@ -16,7 +16,7 @@ from stepscope_report.accounting import Label, clipped, rank_of, union_ns
 from stepscope_report.charts import pack_trajectories
 from stepscope_report.division import STALLED, divide_spans
 from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, turn
-from stepscope_report.html import EMPTY, Colours, Html, percent, section, stacked, table, tag
+from stepscope_report.html import EMPTY, Colours, Html, draw, illustrated, percent, section, stacked, tag
 from stepscope_report.html.timecharts import lanes
 from stepscope_report.sections import ROLLOUT, Section
 from stepscope_report.sections.requests import FEW, TurnTime, turn_times
@@ -467,15 +467,21 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
     """Yield the percentiles of each stage inside trajectories, and the slowest trajectories."""
     if tail is None:
         return
+    yield _spread_table(tail)
+    if tail.worst:
+        yield _slowest_table(tail.worst)
+        yield from _turn_tables(tail.worst)
+
+
+def _spread_table(tail: LongTail) -> TextTable:
     columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
     rows = tuple(map(_said_spread, tail.spreads))
-    yield TextTable("Long tail", columns, rows, "\n".join(tail_sentences(tail)))
-    if tail.worst:
-        rows = tuple((*slow_cells(slow), waits(slow)) for slow in tail.worst)
-        yield TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
-        shown, turns = _turns(tail.worst)
-        if turns:
-            yield TextTable("Turns of the slowest trajectories", shown, turns, TURNS_NOTE, "turn")
+    return TextTable("Long tail", columns, rows, "\n".join(tail_sentences(tail)))
+
+
+def _slowest_table(worst: Sequence[SlowTrajectory]) -> TextTable:
+    rows = tuple((*slow_cells(slow), waits(slow)) for slow in worst)
+    return TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
 
 
 def _said_spread(spread: Spread) -> tuple[str, ...]:
@@ -505,13 +511,16 @@ TURNS_NOTE = (
 )
 
 
-def _turns(worst: Iterable[SlowTrajectory]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Return (columns, rows) of the table of the slowest trajectories' turns. Columns with zeros only are
+def _turn_tables(worst: Iterable[SlowTrajectory]) -> Iterator[TextTable]:
+    """Yield the table of the slowest trajectories' turns, if passes tell of any. Columns with zeros only are
     left out.
     """
     rows = list(_turn_rows(worst))
-    kept = [at for at, column in enumerate(zip(*rows, strict=True)) if set(column) != {"0"}]
-    return tuple(_TURNS[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in rows)
+    if rows:
+        kept = [at for at, column in enumerate(zip(*rows, strict=True)) if set(column) != {"0"}]
+        cells = tuple(tuple(row[at] for at in kept) for row in rows)
+        columns = tuple(_TURNS[at] for at in kept)
+        yield TextTable("Turns of the slowest trajectories", columns, cells, TURNS_NOTE, "turn")
 
 
 def _turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
@@ -635,64 +644,38 @@ def draw_long_tail(tail: LongTail | None, page: Page) -> Iterator[Html]:
 
 def _drawn_spreads(tail: LongTail, colours: Colours) -> Html:
     """Return the section with the percentiles of each stage and the slowest trajectories by stage."""
-    columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
-    spreads = table(columns, [_drawn_spread(spread, colours) for spread in tail.spreads], "spreads")
-    sentences = tail_sentences(tail)
-    text = tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
-    return section("tail", "Long tail", text, spreads, *_slowest(tail.worst, colours))
+    block = _spread_table(tail)
+    text = tag("p", block.note, class_="said") if block.note else EMPTY
+    bars = [_spread_bar(spread, colours) for spread in tail.spreads]
+    spreads = illustrated(block, 3, "p50, p90, p99, max", bars, "spreads")
+    turns = (draw(table) for table in _turn_tables(tail.worst))
+    return section("tail", "Long tail", text, spreads, *_slowest(tail.worst, colours), *turns)
 
 
-def _drawn_spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
-    label, longest_ns = (spread.role, spread.stage), spread.max.ns
-    points = (("p50", spread.p50_ns), ("p90", spread.p90_ns), ("p99", spread.p99.ns), ("max", spread.max.ns))
-    marks = [
-        tag(
-            "i",
-            class_=f"point {name}",
-            style=f"left:{percent(ns, longest_ns)}",
-            data_t=f"{name} {duration(ns)}",
-        )
+def _spread_bar(spread: Spread, colours: Colours) -> Html:
+    longest_ns, colour = spread.max.ns, colours.of((spread.role, spread.stage))
+    points = (("p50", spread.p50_ns), ("p90", spread.p90_ns), ("p99", spread.p99.ns), ("max", longest_ns))
+    marks = (
+        tag("i", class_=f"point {name}", style=f"left:{percent(ns, longest_ns)}", data_t=hover)
         for name, ns in points
-    ]
-    body = tag(
-        "i", class_=f"m {colours.of(label)}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}"
+        for hover in [f"{name} {duration(ns)}"]
     )
-    return (
-        colours.swatched(label, f"{spread.role} {spread.title}"),
-        f"{spread.calls:,}",
-        tag("div", body, *marks, class_="spread"),
-        *(duration(ns) for _, ns in points),
-        turn(spread.max.trajectory, spread.max.turn),
-    )
+    body = tag("i", class_=f"m {colour}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}")
+    return tag("div", body, *marks, class_="spread")
 
 
-def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
-    if not worst:
-        return []
-    longest_ns = max(slow.wall_ns for slow in worst)
-    rows = [_drawn_slow(slow, longest_ns, colours) for slow in worst]
-    columns = ("trajectory", ">took", ">began at", "what it did or waited for", "the most of it")
-    drawn = [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
-    shown, turns = _turns(worst)
-    if turns:
-        drawn += [
-            tag("h3", "Their turns"),
-            tag("p", TURNS_NOTE, class_="said"),
-            table(shown, turns, "turns"),
-        ]
-    return drawn
+def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> Iterator[Html]:
+    if worst:
+        longest_ns = max(slow.wall_ns for slow in worst)
+        bars = [stacked(_parts(slow, colours), longest_ns) for slow in worst]
+        yield tag("h3", "Slowest trajectories")
+        yield illustrated(_slowest_table(worst), 3, "what it did or waited for", bars, "slowest")
 
 
-def _drawn_slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
-    parts = (
-        (
-            colours.of((wait.role, wait.stage)),
-            wait.wall_ns,
-            f"{wait.role} {wait.title} {duration(wait.wall_ns)}",
-        )
-        for wait in slow.waits
-    )
-    return *slow_cells(slow), stacked(parts, longest_ns), waits(slow)
+def _parts(slow: SlowTrajectory, colours: Colours) -> Iterator[tuple[str, int, str]]:
+    for wait in slow.waits:
+        hover = f"{wait.role} {wait.title} {duration(wait.wall_ns)}"
+        yield colours.of((wait.role, wait.stage)), wait.wall_ns, hover
 
 
 LONG_TAIL = Section(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +12,7 @@ from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Pair, outside, rank_of, union_ns
 from stepscope_report.charts import pick
 from stepscope_report.formatting import count, duration, middle, say_profiled, starred
-from stepscope_report.html import Colours, Html, section, table, tag
+from stepscope_report.html import Colours, Html, draw, section, table, tag
 from stepscope_report.sections import PROCESSES, Section
 from stepscope_report.spans import ReplicaKey, ToolNames, above, replica_of, title
 from stepscope_report.table import Block, Table, TextTable, grouped
@@ -258,29 +258,29 @@ def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]
     processes.
     """
     if stages:
-        columns, cells = call_columns(stages)
-        rows = tuple((stage.role, stage.title, *cells(stage)) for stage in stages)
-        yield TextTable("Calls", ("role", "stage", *columns), rows, CALLS_NOTE)
+        yield _calls(stages)
     for role, group in roles_of_several(stages).items():
         yield _busy_table(role, group)
 
 
-def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[Stage], tuple[str, ...]]]:
-    """Return the columns after a stage's name, and a function that makes the cells of a stage.
-
-    `open`, `errors` and `cancelled` have columns only if some stage has such calls.
+def _calls(stages: Sequence[Stage]) -> TextTable:
+    """Return the table of calls. `open`, `errors` and `cancelled` have columns only if some stage has such
+    calls.
     """
-    extra = [
-        name for name in ("open", "errors", "cancelled") if any(getattr(stage, name) for stage in stages)
-    ]
-    columns = (">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
-
-    def cells(stage: Stage) -> tuple[str, ...]:
-        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
-        counts = (str(getattr(stage, name) or "") for name in extra)
-        return f"{stage.calls:,}", *counts, *map(duration, times)
-
-    return columns, cells
+    states = ("open", "errors", "cancelled")
+    extra = [name for name in states if any(getattr(stage, name) for stage in stages)]
+    columns = ("role", "stage", ">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
+    rows = tuple(
+        (
+            stage.role,
+            stage.title,
+            f"{stage.calls:,}",
+            *(str(getattr(stage, name) or "") for name in extra),
+            *map(duration, (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)),
+        )
+        for stage in stages
+    )
+    return TextTable("Calls", columns, rows, CALLS_NOTE)
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
@@ -350,7 +350,7 @@ _STEPS = 5
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
     yield from _heat(stages, page.colours)
     if stages:
-        yield _calls(stages, page.colours)
+        yield section("calls", "Calls", draw(_calls(stages), "Calls"))
 
 
 def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
@@ -420,15 +420,6 @@ def _cell(name: str, busy_ns: int | None, parts: str | None, median_ns: int, num
 
 def _shade(part: float) -> str:
     return f"h{max(-_STEPS, min(_STEPS, round((part - 1) * 10)))}"
-
-
-def _calls(stages: Sequence[Stage], colours: Colours) -> Html:
-    columns, cells = call_columns(stages)
-    rows = [
-        (colours.swatched((stage.role, stage.stage), f"{stage.role} {stage.title}"), *cells(stage))
-        for stage in stages
-    ]
-    return section("calls", "Calls", table(("stage", *columns), rows), note=CALLS_NOTE)
 
 
 STAGES = Section(

@@ -15,7 +15,7 @@ import msgspec
 from stepscope_report.accounting import rank_of
 from stepscope_report.charts import pick
 from stepscope_report.formatting import LISTED, count, doubt, duration, percent_of, say_doubted, size
-from stepscope_report.html import ROWS, Html, draw, percent, section, stacked, table, tag
+from stepscope_report.html import EMPTY, ROWS, Html, draw, illustrated, join, section, stacked, tag
 from stepscope_report.sections import DEVICES, Section
 from stepscope_report.sections.profiler_steps import ProfilerStepRow, profiler_steps, step_tables
 from stepscope_report.stragglers import StragglerRow, stragglers
@@ -316,9 +316,10 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
     if traces is None:
         return
     for role, rows in operators_by_role(traces).items():
-        yield _operators(role, rows)
+        shown = [*on_device(rows)[:SHOWN], *on_host(rows)[:SHOWN], *marks_of(rows)[:SHOWN]]
+        yield _operators(role, shown)
     if traces.devices:
-        yield _devices(traces.devices)
+        yield _devices(*least_busy_first(traces.devices, 2 * LISTED))
     yield from step_tables(traces.steps)
     if traces.stragglers:
         yield straggler_table(traces.stragglers)
@@ -349,11 +350,9 @@ def marks_of(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
 
 def _operators(role: str, rows: Sequence[OperatorRow]) -> TextTable:
     columns = ("name", "kind", ">count", ">own time", ">total", ">mean", ">max")
-    marks = marks_of(rows)
-    shown = (*on_device(rows)[:SHOWN], *on_host(rows)[:SHOWN], *marks[:SHOWN])
     note = "Sums over calls and processes. mark: a named range; its own time is Python, or waiting."
-    cells = tuple(map(_said_operator, shown))
-    return TextTable(f"Operators and kernels: {role}", columns, cells, note if marks else "")
+    cells = tuple(map(_said_operator, rows))
+    return TextTable(f"Operators and kernels: {role}", columns, cells, note if marks_of(rows) else "")
 
 
 def _said_operator(row: OperatorRow) -> tuple[str, ...]:
@@ -361,11 +360,10 @@ def _said_operator(row: OperatorRow) -> tuple[str, ...]:
     return short(row.name), row.kind, f"{row.count:,}", *map(duration, times)
 
 
-def _devices(rows: Sequence[DeviceRow]) -> TextTable:
+def _devices(rows: Sequence[DeviceRow], order: str) -> TextTable:
     columns = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
-    ordered, order = least_busy_first(rows, 2 * LISTED)
     note = f"{order} {DEVICE_NOTE}{say_doubted(row.doubted for row in rows)}".lstrip()
-    return TextTable("Devices", columns, tuple(map(_said_device, ordered)), note, noun="device")
+    return TextTable("Devices", columns, tuple(map(_said_device, rows)), note, noun="device")
 
 
 def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
@@ -489,6 +487,7 @@ def short(name: str, most: int = NAME) -> str:
     return name if len(name) <= most else f"{name[: most - 20]}...{name[-17:]}"
 
 
+DEVICE_BARS = "compute, exposed communication, copies and others"
 DRAWN = 128
 """Largest number of devices with a row each. If there are more, every k-th and the least busy have a row."""
 
@@ -502,35 +501,16 @@ def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
 
 def _note(traces: TraceTables) -> str:
     events = sum(row.events for row in traces.traces)
-    return (
-        f"From {count(len(traces.traces), 'trace')} with {events:,} events. Sums over calls and processes. "
-        "own time: without the operators below. mark: a range of record_function, NVTX or a "
-        "decorator; its own time is between operators, in Python or waiting."
-    )
+    return f"From {count(len(traces.traces), 'trace')} with {events:,} events. own time: without calls below."
 
 
 def _drawn_operators(traces: TraceTables) -> Iterator[Html]:
-    columns = ("name", "kind", "own time", ">own time", ">total", ">count", ">mean", ">max", ">processes")
     for role, rows in operators_by_role(traces).items():
-        longest_ns = max((row.self_ns for row in rows), default=0)
-        yield tag("h3", role)
-        yield table(columns, [_drawn_operator(row, longest_ns) for row in rows], "")
+        block, longest_ns = _operators(role, rows), max((row.self_ns for row in rows), default=0)
+        bars = [stacked([(f"w-{row.kind}", row.self_ns, row.name)], longest_ns) for row in rows]
+        note = tag("p", block.note, class_="note") if block.note else EMPTY
+        yield join(tag("h3", role), illustrated(block, 2, "own time", bars), note)
     yield from map(draw, trouble_lists(traces))
-
-
-def _drawn_operator(row: OperatorRow, longest_ns: int) -> tuple[str | Html, ...]:
-    bar = tag("i", class_=f"m w-{row.kind}", style=f"left:0;width:{percent(row.self_ns, longest_ns)}")
-    return (
-        tag("span", short(row.name, 90), data_t=row.name),
-        row.kind,
-        tag("div", bar, class_="spread"),
-        duration(row.self_ns),
-        duration(row.total_ns),
-        f"{row.count:,}",
-        duration(row.mean_ns),
-        duration(row.max_ns),
-        f"{row.processes:,}",
-    )
 
 
 def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
@@ -539,8 +519,9 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
     if traces.devices:
         ordered, order = least_busy_first(traces.devices, ROWS)
         shown = [ordered[at] for at in pick(len(ordered), DRAWN, range(ROWS))]
-        parts.append(_drawn_devices(shown))
-        notes = [order, f"{DEVICE_NOTE}{say_doubted(row.doubted for row in traces.devices)}"]
+        block = _devices(shown, order)
+        parts.append(illustrated(block, 2, DEVICE_BARS, list(map(_device_bar, shown)), "device-table"))
+        notes = [block.note]
         if len(shown) < len(ordered):
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
     parts += map(draw, step_tables(traces.steps))
@@ -558,24 +539,11 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         yield section("devices", "Devices", *parts, note=" ".join(filter(None, notes)))
 
 
-def _drawn_devices(rows: Sequence[DeviceRow]) -> Html:
-    columns = (
-        "process", "device", "compute, exposed communication, copies and others", ">recorded", ">busy", ">%",
-        ">compute", ">communication", ">exposed", ">copies",
-    )  # fmt: skip
-    return table(columns, [_drawn_device(row) for row in rows], "device-table")
-
-
-def _drawn_device(row: DeviceRow) -> tuple[str | Html, ...]:
+def _device_bar(row: DeviceRow) -> Html:
     rest_ns = max(0, row.busy_ns - row.compute_ns - row.exposed_ns)
     parts = (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns))
     bars = ((f"w-{kind}", ns, f"{row.process}: {kind} {duration(ns)}") for kind, ns in parts)
-    return (
-        doubt(row.process, row.doubted), row.device, stacked(bars, row.recorded_ns),
-        duration(row.recorded_ns),
-        duration(row.busy_ns), percent_of(row.busy_ns, row.recorded_ns), duration(row.compute_ns),
-        duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
-    )  # fmt: skip
+    return stacked(bars, row.recorded_ns)
 
 
 def _traces(sources: Sources) -> TraceTables | None:
