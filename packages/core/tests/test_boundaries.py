@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
@@ -18,7 +17,7 @@ from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.recorded_run import finished_spans
 
@@ -215,8 +214,8 @@ def test_an_exception_of_the_loop_passes_and_ends_the_step(
     with pytest.raises(ValueError, match="theirs"):
         loop.fit(3)
     assert spans() == {10: ["update"], 11: ["update"]}
-    manifest = (tmp_path / "run" / "step_000011" / "manifest.json").read_bytes()
-    assert "ValueError: theirs" in str(msgspec.json.decode(manifest, type=Manifest))
+    (part,), _ = read_parts(RunLayout(tmp_path / "run").step(11))
+    assert part.error == "ValueError: theirs"
 
 
 def test_a_boundary_inside_a_call_around_is_a_part_of_its_step(
@@ -344,6 +343,6 @@ def test_the_manifest_says_that_an_entry_opened_the_capture(
     framework({"name": "Loop.train_step", "step": "around"})().train_step({})
     with capture(1):
         pass
-    folders = [tmp_path / "run" / f"step_00000{step}" / "manifest.json" for step in (0, 1)]
-    manifests = [msgspec.json.decode(path.read_bytes(), type=Manifest) for path in folders]
+    run = RunLayout(tmp_path / "run")
+    manifests = [fold(read_parts(run.step(step))[0]) for step in (0, 1)]
     assert [manifest.opened_by for manifest in manifests] == ["instrument", "program"]

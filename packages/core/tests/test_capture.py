@@ -33,6 +33,7 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -61,7 +62,7 @@ def spans_of(config: ProfileConfig, step: int) -> dict[str, Span]:
 
 
 def manifest_of(config: ProfileConfig, step: int) -> Manifest:
-    return msgspec.json.decode(RunLayout(config.save_path).step(step).manifest.read_bytes(), type=Manifest)
+    return fold(read_parts(RunLayout(config.save_path).step(step))[0])
 
 
 def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:

@@ -106,6 +106,7 @@ def test_a_ctrl_c_while_a_capture_closes_comes_up_once_all_is_done(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         cap.close()
     assert (profiler.begun, profiler.over, cap.state) == (1, 1, "closed")
+    exports.exporter().drain(10)
     assert RunLayout(tmp_path).step(1).manifest.exists()
     with capture(2, config=config_of(tmp_path)) as following:
         assert following.selected

@@ -38,6 +38,7 @@ from stepscope.backends.torch import backend as torch_backend
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.spans import Line, Open
 
 ray = pytest.importorskip("ray")
@@ -131,7 +132,7 @@ def step_of(config: ProfileConfig, step: int) -> StepLayout:
 
 
 def manifest_of(config: ProfileConfig, step: int) -> Manifest:
-    return msgspec.json.decode(step_of(config, step).manifest.read_bytes(), type=Manifest)
+    return fold(read_parts(step_of(config, step))[0])
 
 
 def own(cap: Capture) -> ProcessPart:

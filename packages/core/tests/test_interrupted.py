@@ -114,13 +114,13 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str,
         assert slot.session() is None, where
         assert PROCESS_LOCK.holder is None, where
         assert not engine.recordings, where
+        exports.exporter().drain(10)  # it writes `manifest.json`
         written = RunLayout(folder).step(count).manifest.read_bytes()
         (part,) = msgspec.json.decode(written, type=Manifest).processes
         assert part.closed is not None, where
         if tool == "torch":
             assert foreign_sessions.busy() is None, where
         else:
-            exports.exporter().drain(10)  # the record of what closing took
             assert not hidden_files(folder), where  # a trace of torch may be on its way
         if way is closed:  # a loop that ends takes an engine's answer with it
             assert {item.name: item.state for item in part.expected}["replica 0"] == "ok", where

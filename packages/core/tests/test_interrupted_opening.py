@@ -26,7 +26,7 @@ from stepscope._recording.capture import capture as captures
 from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
 from stepscope._recording.fanout.worker_side import start_worker, stop_worker
-from stepscope._recording.process import shutdown
+from stepscope._recording.process import exports, shutdown
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.session import session
 from stepscope._recording.session.profiler_windows import Windows
@@ -169,6 +169,7 @@ def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
             assert captures.opened() is None, signal.where
         cap.close()
         nothing_records(signal.where)
+        exports.exporter().drain(60)  # until `manifest.json` is written
         layout = RunLayout(config.save_path).step(count)
         if layout.manifest.exists():
             (part,) = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest).processes

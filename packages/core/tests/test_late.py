@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.process import exports
 from stepscope._recording.session import pipeline
 from stepscope.engines import EngineCapture, patience_s
 from stepscope.files.layout import RunLayout, StepLayout
@@ -65,6 +66,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 async def captured(config: ProfileConfig, step: int, profiler: FakeEngineProfiler) -> None:
     async with capture(step, config=config, engines=[profiler]):
         await profiler.engine.generate(2)
+    await asyncio.to_thread(exports.exporter().drain, 60)  # until `manifest.json` is written
 
 
 async def given_up(config: ProfileConfig) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
@@ -17,7 +16,9 @@ from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
 from stepscope.engines import local_engines
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Expectation
+from stepscope.files.manifest_parts import read_parts
 
 pytest.importorskip("torch")
 
@@ -90,9 +91,8 @@ def rows(tmp_path: Path) -> Callable[[int], dict[str, Expectation]]:
     """`rows(step)`: {label: row} of the engines in its manifest."""
 
     def read(step: int) -> dict[str, Expectation]:
-        path = tmp_path / "run" / f"step_{step:06d}" / "manifest.json"
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        items = [item for part in manifest.processes for item in part.expected]
+        parts, _ = read_parts(RunLayout(tmp_path / "run").step(step))
+        items = [item for part in parts for item in part.expected]
         return {item.name: item for item in items if item.kind == "engine"}
 
     return read

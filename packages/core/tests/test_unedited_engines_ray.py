@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
@@ -18,7 +17,9 @@ from stepscope._recording.instrument import configured, step_boundaries
 from stepscope.engines import local_engines
 from stepscope.engines import ray as engines_of_actors
 from stepscope.engines.local_engines import register, register_none
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Expectation
+from stepscope.files.manifest_parts import read_parts
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -98,9 +99,8 @@ def trainer(
 
 
 def rows(tmp_path: Path, step: int) -> dict[str, Expectation]:
-    path = tmp_path / "run" / f"step_{step:06d}" / "manifest.json"
-    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    items = [item for part in manifest.processes for item in part.expected]
+    parts, _ = read_parts(RunLayout(tmp_path / "run").step(step))
+    items = [item for part in parts for item in part.expected]
     return {item.name: item for item in items if item.kind == "engine"}
 
 

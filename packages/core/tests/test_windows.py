@@ -28,7 +28,8 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import RoleConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest import Expectation
+from stepscope.files.manifest_parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.fake_backend import FakeBackend
 
@@ -84,8 +85,7 @@ class Trainer:
 
 def outcome(config: ProfileConfig, name: str, step: int = 2) -> Expectation:
     layout = RunLayout(config.save_path).step(step)
-    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    (outcome,) = [item for part in manifest.processes for item in part.expected if item.name == name]
+    (outcome,) = [item for part in read_parts(layout)[0] for item in part.expected if item.name == name]
     return outcome
 
 

@@ -160,7 +160,8 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
     """Write the manifest, log problems, answer the request if there was one, and queue the removal of old
     steps.
     """
-    manifest = _write(session, partial(_enter_omissions, asked, session, participants))
+    alone = participants is None and identity.place()[1] == 1
+    manifest = _write(session, partial(_enter_omissions, asked, session, participants), alone=alone)
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
@@ -176,16 +177,16 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture that is discarded."""
     pipeline.withdraw(session, reason)
-    _write(session, lambda _: None)
+    _write(session, lambda _: None, alone=False)
     tell_asker(asked, reason)
     clean_up(session)
 
 
-def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
+def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None], *, alone: bool) -> Manifest:
     # Set before the manifest is read, so that a trace that fails meanwhile is logged at least once, perhaps
     # twice.
     session.manifest_part.told = True
-    manifest = session.manifest_part.write_last(session.layout, enter)
+    manifest = session.manifest_part.write_last(session.layout, enter, alone=alone)
     for line in result.problems_to_tell(manifest, session.process):
         failures.warn("stepscope: step %d: %s", session.step, line)
     return manifest

@@ -177,30 +177,28 @@ class ManifestPart:
         last = of_the_last([own, *(part for part in parts if part.run_id == own.run_id)])
         return [part for part in last if part is not own]
 
-    def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
-        """Write this process' part and the manifest at the end of a capture, and return the manifest.
-
-        This part is written before the other parts are read, so that if two ranks close at the same time, at
-        least one sees the part of the other. A disk error is recorded and not raised.
+    def write_last(
+        self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None], *, alone: bool
+    ) -> Manifest:
+        """Write this process' part at the end of a capture, and return the manifest, which `fold` writes
+        later.
 
         Args:
             enter: Called with the parts of all processes, this process' part first. It may add items to this
                 part that depend on all parts.
+            alone: True if no other process takes part in the capture. Otherwise this part is also written
+                before the other parts are read, so that if two ranks close at the same time, at least one
+                sees the part of the other.
         """
-        with self._folding:
+        if not alone:
             self.write()
-            others = self._others(step)
-            enter([self.record, *others])
-            self.write()
-            manifest = self._fold(step, others)
-            try:
-                write_manifest(step, manifest)
-            except ours(OSError) as error:
-                failures.note("writing the manifest", error)
-            return manifest
+        others = self._others(step)
+        enter([self.record, *others])
+        self.write()
+        return self._fold(step, others)
 
     def fold(self, step: StepLayout) -> Manifest:
-        """Write `manifest.json` again, and return the manifest.
+        """Write `manifest.json`, and return the manifest.
 
         May be called from several threads: after exports and programs, during a wait, and after a late stop.
         A disk error is recorded and not raised.

@@ -140,13 +140,17 @@ def once_written(session: Session, work: Callable[[], object]) -> None:
 
 
 def fold_when_written(session: Session) -> None:
-    """Write `manifest.json` again once this process has written its files, and again later if files of other
-    processes are still pending.
+    """Write `manifest.json` on the exporter's thread: once this process has written its files, and again
+    later if files of other processes are still pending.
+
+    Readers combine the parts themselves, so the training does not wait for `manifest.json`.
     """
     _unfolded[session.layout.root] = session
     for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:
         _unfolded.pop(root, None)  # the exporting thread may have removed it too
-    once_written(session, _fold_again)
+    exports.exporter().then(_fold_again, deferred=False)
+    if session.config.export.when == "deferred":
+        once_written(session, _fold_again)
 
 
 def _fold_again() -> None:
