@@ -7,8 +7,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,6 +41,29 @@ def ray_cluster() -> Iterator[None]:
     for process in started:
         process.wait(30)  # killed: one that is not waited for is a ResourceWarning
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def remote(ray_cluster: None) -> Iterator[Callable[..., Any]]:
+    """Return `remote(cls, *arguments, **options)`, which starts a Ray actor that ends with the test."""
+    import ray
+
+    started: list[Any] = []
+
+    def start(cls: Any, *arguments: Any, **options: Any) -> Any:
+        actor_class = cls if hasattr(cls, "remote") else ray.remote(cls)
+        started.append(actor_class.options(**{"num_cpus": 0, **options}).remote(*arguments))
+        return started[-1]
+
+    yield start
+    for actor in started:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have trouble of stepscope's own logged and noted, as in a run. Under pytest it is raised."""
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
 
 
 @pytest.fixture(scope="module", autouse=True)

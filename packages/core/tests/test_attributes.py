@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stepscope import attach, consume, flush, profile_step, redact, span, trajectory
 from stepscope._recording.capture.capture import capture
-from stepscope._recording.spans import redaction
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
 from stepscope.files.values import MAX_TEXT, AttrValue
 from stepscope.testing.recorded_run import RecordedRun
 
 SECRET = "the user's own words"
-
-
-@pytest.fixture(autouse=True)
-def no_hook_is_left() -> Iterator[None]:
-    yield
-    redaction.hook = None
 
 
 @pytest.fixture

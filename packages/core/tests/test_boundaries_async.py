@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from packages.core.tests.actors import end
-from stepscope import ProfileConfig, configure
-from stepscope._recording.capture import configure as run
-from stepscope._recording.instrument import configured, step_boundaries
+from packages.core.tests.runs import importable, spans_alone
+from stepscope import configure
 from stepscope._recording.process import failures
 from stepscope.testing.recorded_run import finished_spans
 
@@ -71,40 +68,30 @@ class Trainer:
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    (folder / "asyncframework.py").write_text(FRAMEWORK)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(run, "_configured", None)
-    monkeypatch.setattr(step_boundaries, "_next", 0)
-    yield importlib.import_module("asyncframework")
-    step_boundaries.switch(step_boundaries._finish(None))
-    configured.apply(ProfileConfig())
-    sys.modules.pop("asyncframework", None)
+def module(tmp_path: Path) -> Iterator[Any]:
+    with importable(tmp_path / "modules", asyncframework=FRAMEWORK) as imported:
+        yield imported()
 
 
 @pytest.fixture
-def worker(module: Any) -> Iterator[Any]:
+def worker(module: Any, remote: Callable[..., Any]) -> Any:
     environment = {"env_vars": {"PYTHONPATH": ":".join(filter(None, sys.path))}}
-    actor = ray.remote(num_cpus=0)(module.Worker).options(runtime_env=environment).remote()
+    actor = remote(module.Worker, runtime_env=environment)
     ray.get(actor.update.remote())
-    yield actor
-    end(actor)
+    return actor
 
 
 def trained(module: Any, worker: Any, save_path: Path, begin: str) -> Any:
-    entry = {"module": "asyncframework"}
     boundary = {"number": "self.global_step", "workers": {"actor": "self.workers"}}
-    entries: list[dict[str, object]] = [
-        {**entry, "name": f"Trainer.{begin}", "step": "begin", **boundary},
-        {**entry, "name": "Trainer.train", "step": "end"},
-        {**entry, "name": "Trainer._generate", "role": "rollout"},
-        {**entry, "name": "Trainer.update", "role": "trainer"},
-        {**entry, "name": "Worker.update", "role": "actor"},
+    entries = [
+        {"name": f"Trainer.{begin}", "step": "begin", **boundary},
+        {"name": "Trainer.train", "step": "end"},
+        {"name": "Trainer._generate", "role": "rollout"},
+        {"name": "Trainer.update", "role": "trainer"},
+        {"name": "Worker.update", "role": "actor"},
     ]
-    roles = {"*": {"profiler": "off"}}
-    configure(ProfileConfig(save_path=save_path, steps=[1, 2], roles=roles, instrument=entries))
+    listed = [{"module": "asyncframework", **entry} for entry in entries]
+    configure(spans_alone(save_path, steps=[1, 2], instrument=listed))
     trainer = module.Trainer([worker], begin)
     asyncio.run(trainer.train(4))
     return trainer
@@ -123,19 +110,14 @@ def test_a_step_that_begins_with_a_coroutine_is_captured_with_its_workers_while_
     assert min(trainer.waited[1:]) > 2
 
 
+@pytest.mark.usefixtures("in_production")
 def test_a_step_that_begins_with_a_plain_call_is_refused_at_the_first_one_with_the_fix(
-    module: Any,
-    worker: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    module: Any, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     with caplog.at_level(logging.WARNING, "stepscope"):
         trained(module, worker, tmp_path / "run", "plain")
     assert not list((tmp_path / "run").glob("step_*"))
     assert "capturing a step" in str(failures.take())
     (message,) = [text for text in caplog.messages if "would block the running event loop" in text]
     assert "asyncframework:Trainer.plain" in message
-    assert "Fix: " in message
     assert "async def" in message.partition("Fix: ")[2]

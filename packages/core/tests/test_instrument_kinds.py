@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import Any
 
 import pytest
 
-from stepscope import ProfileConfig, capture, configure
-from stepscope._recording.capture import configure as run
-from stepscope._recording.instrument import configured
-from stepscope._recording.process import failures
+from packages.core.tests.runs import importable
+from stepscope import capture, configure
 from stepscope.files.spans import Span
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
@@ -97,15 +94,11 @@ Spans = Callable[[], list[Span]]
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+def module(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """Provide the framework, under a name of the test's own, not yet imported."""
     name = "kinds_" + request.node.name.partition("[")[0]
-    (tmp_path / f"{name}.py").write_text(FRAMEWORK)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(run, "_configured", None)
-    yield name
-    configured.apply(ProfileConfig())
-    sys.modules.pop(name, None)
+    with importable(tmp_path / "modules", **{name: FRAMEWORK}):
+        yield name
 
 
 @pytest.fixture
@@ -451,17 +444,11 @@ def test_functions_keep_their_kind_and_signature(framework: Entries) -> None:
         ({"name": "Trainer.sync", "kind": "weight_sync", "values": {"n": "uid"}}, "or with result"),
     ],
 )
+@pytest.mark.usefixtures("in_production")
 def test_an_entry_that_does_not_fit_is_logged_at_the_import(
-    framework: Entries,
-    entry: dict[str, object],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    framework: Entries, entry: dict[str, object], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    failures.take()
     assert framework(entry).Trainer().sync([]) == {"sent": 1024}
-    failures.take()
     assert expected in caplog.text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import importable, spans_alone
 from stepscope import ProfileConfig, capture, instrument
 from stepscope._recording.instrument import patch
 from stepscope._recording.process import failures
@@ -57,17 +58,11 @@ Stages = Callable[[], list[tuple[str | None, str]]]
 
 
 @pytest.fixture
-def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+def name(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """Provide a module that can be imported and is not, under a name of the test's own."""
     module = "framework_" + request.node.name.partition("[")[0]
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    (folder / f"{module}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(folder)
-    yield module
-    for handle in list(patch._instruments.values()):
-        handle.remove()
-    sys.modules.pop(module, None)
+    with importable(tmp_path / "modules", **{module: MODULE}):
+        yield module
 
 
 @pytest.fixture
@@ -77,7 +72,7 @@ def framework(name: str) -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    return ProfileConfig(save_path=str(tmp_path / "run"), steps="every:1", roles={"*": {"profiler": "off"}})
+    return spans_alone(tmp_path / "run")
 
 
 @pytest.fixture
@@ -235,11 +230,10 @@ def test_wrong_arguments_are_refused_before_anything_is_patched(name: str, frame
     assert not hasattr(framework.load, "__stepscope__")
 
 
+@pytest.mark.usefixtures("in_production")
 def test_a_wrong_name_does_not_break_the_import_it_waited_for(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    failures.take()
     handle = instrument(name, "Engine.genrate", role="rollout")
     framework: Any = importlib.import_module(name)
     assert framework.Engine().generate(1) == 2

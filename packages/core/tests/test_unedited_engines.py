@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepscope import ProfileConfig, configure
-from stepscope._recording.capture import configure as run
-from stepscope._recording.instrument import configured, step_boundaries
+from packages.core.tests.runs import importable, outcomes, spans_alone
+from stepscope import configure
+from stepscope._recording.instrument import configured
 from stepscope._recording.process import failures
 from stepscope.engines import local_engines
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation
-from stepscope.files.manifest_parts import read_parts
 
 pytest.importorskip("torch")
 
@@ -57,51 +54,44 @@ class Trainer:
 """
 
 
+Build = Callable[..., Any]
+Rows = Callable[[int], dict[str, Expectation]]
+
+
 @pytest.fixture
-def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """Configure boundaries with engines, import the framework, and return a trainer."""
-    (tmp_path / "engine_loop.py").write_text(FRAMEWORK)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(run, "_configured", None)
-    monkeypatch.setattr(step_boundaries, "_next", 0)
     monkeypatch.setattr(local_engines, "_entries", [])
     monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
+    with importable(tmp_path / "modules", engine_loop=FRAMEWORK) as imported:
 
-    def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
-        entries: list[dict[str, object]] = [
-            {"module": "engine_loop", "name": f"Trainer.{name}", "step": "around", "engines": engines}
-            for name in ("step", "step_async")
-        ]
-        entries += [{"module": "engine_loop", "kind": "engine", "adapter": "torch", **kind} for kind in kinds]
-        roles: dict[str, dict[str, object]] = {
-            "rollout": {"profiler": "off", "ranks": "all", **rollout},
-            "*": {"profiler": "off"},
-        }
-        configure(ProfileConfig(save_path=tmp_path / "run", steps="every:1", roles=roles, instrument=entries))
-        return importlib.import_module("engine_loop").Trainer()
+        def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
+            entries: list[dict[str, object]] = [
+                {"name": f"Trainer.{name}", "step": "around", "engines": engines}
+                for name in ("step", "step_async")
+            ]
+            entries += [{"kind": "engine", "adapter": "torch", **kind} for kind in kinds]
+            off = {"profiler": "off"}
+            roles = {"rollout": {**off, "ranks": "all", **rollout}, "*": off}
+            listed = [{"module": "engine_loop", **entry} for entry in entries]
+            configure(spans_alone(tmp_path / "run", roles=roles, instrument=listed))
+            return imported().Trainer()
 
-    yield build
-    step_boundaries.switch(step_boundaries._finish(None))
-    configured.apply(ProfileConfig())
-    sys.modules.pop("engine_loop", None)
+        yield build
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Callable[[int], dict[str, Expectation]]:
+def rows(tmp_path: Path) -> Rows:
     """`rows(step)`: {label: row} of the engines in its manifest."""
 
     def read(step: int) -> dict[str, Expectation]:
-        parts, _ = read_parts(RunLayout(tmp_path / "run").step(step))
-        items = [item for part in parts for item in part.expected]
-        return {item.name: item for item in items if item.kind == "engine"}
+        left = outcomes(RunLayout(tmp_path / "run").step(step))
+        return {name: item for name, item in left.items() if item.kind == "engine"}
 
     return read
 
 
-Rows = Callable[[int], dict[str, Expectation]]
-
-
-def test_the_engine_at_the_path_is_recorded_in_each_step(framework: Callable[..., Any], rows: Rows) -> None:
+def test_the_engine_at_the_path_is_recorded_in_each_step(framework: Build, rows: Rows) -> None:
     trainer = framework({"torch": "self.engine"})
     plain = trainer.step()
     assert trainer.step() == plain
@@ -111,7 +101,7 @@ def test_the_engine_at_the_path_is_recorded_in_each_step(framework: Callable[...
         assert row.artifacts[0].path.startswith("traces/rollout/replica0/")
 
 
-def test_a_step_that_is_a_coroutine_records_its_engine(framework: Callable[..., Any], rows: Rows) -> None:
+def test_a_step_that_is_a_coroutine_records_its_engine(framework: Build, rows: Rows) -> None:
     asyncio.run(framework({"torch": "self.engine"}).step_async())
     assert rows(0)["replica 0"].state == "ok"
 
@@ -156,7 +146,7 @@ FOUND: dict[str, tuple[dict[str, str], list[dict[str, object]], Act, set[str], s
 @pytest.mark.parametrize(("engines", "kinds", "act", "labels", "what"), FOUND.values(), ids=FOUND)
 def test_engines_are_found_once_under_their_numbers(
     engines: dict[str, str], kinds: list[dict[str, object]], act: Act, labels: set[str], what: str,
-    framework: Callable[..., Any], rows: Rows,
+    framework: Build, rows: Rows,
 ) -> None:  # fmt: skip
     """`what` is the state of the engine, or the reason why it has no recording; torch records one alone."""
     trainer = framework(engines, *kinds)
@@ -172,16 +162,13 @@ def test_engines_are_found_once_under_their_numbers(
             assert what in str(row.reason)
 
 
-def test_engines_can_be_switched_off(framework: Callable[..., Any], rows: Rows) -> None:
+def test_engines_can_be_switched_off(framework: Build, rows: Rows) -> None:
     framework(AT["engine"], engine={"profiler": "off"}).step()
     assert rows(0) == {}
 
 
 def test_an_adapter_that_is_not_installed_is_one_line(
-    framework: Callable[..., Any],
-    rows: Rows,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    framework: Build, rows: Rows, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "_warned", set())
     trainer = framework({"absent": "self.engine"})
@@ -193,7 +180,7 @@ def test_an_adapter_that_is_not_installed_is_one_line(
 
 
 def test_a_call_that_made_no_engine_registers_none(
-    framework: Callable[..., Any], rows: Rows, caplog: pytest.LogCaptureFixture
+    framework: Build, rows: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = framework({}, {"name": "Trainer.build_none", "engine": "result"})
     trainer.build_none()
@@ -211,14 +198,10 @@ def test_a_call_that_made_no_engine_registers_none(
         ("self.url", ["http://localhost:1"]),
     ],
 )
+@pytest.mark.usefixtures("in_production")  # the recorder's sampler notes such a server too
 def test_servers_are_registered_by_their_urls_once(
-    framework: Callable[..., Any],
-    rows: Rows,
-    monkeypatch: pytest.MonkeyPatch,
-    engine: str,
-    urls: list[str],
+    framework: Build, rows: Rows, engine: str, urls: list[str]
 ) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # the recorder's sampler notes such a server too
     trainer = framework({}, {"name": "Trainer.launch", "engine": engine})
     for _ in range(2):
         trainer.launch()
@@ -229,15 +212,13 @@ def test_servers_are_registered_by_their_urls_once(
 
 
 def test_a_url_whose_parts_are_not_there_registers_nothing(
-    framework: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    framework: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     framework({}, {"name": "Trainer.launch", "engine": "http://{self.host}:{self.rank}"}).launch()
     assert local_engines.registered() == []
     assert "at self.host" in caplog.text
 
 
-def test_an_engine_entry_is_no_function_that_a_step_has_to_call(
-    framework: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_engine_entry_is_no_function_that_a_step_has_to_call(framework: Build, tmp_path: Path) -> None:
     framework({}, BUILD).step()
     assert configured.timed() == {}

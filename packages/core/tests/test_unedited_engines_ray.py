@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from stepscope import ProfileConfig, configure
+from packages.core.tests.runs import importable, outcomes, spans_alone
+from stepscope import configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.fanout import unedited_engines
-from stepscope._recording.instrument import configured, step_boundaries
 from stepscope.engines import local_engines
 from stepscope.engines import ray as engines_of_actors
 from stepscope.engines.local_engines import register, register_none
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation
-from stepscope.files.manifest_parts import read_parts
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -48,26 +46,25 @@ class Trainer:
 """
 
 
+STEP: dict[str, object] = {"module": "server_loop", "name": "Trainer.step", "step": "around"}
+
+
+def engines(*adapters: str) -> dict[str, object]:
+    return {"engines": dict.fromkeys(adapters, "self.handles")}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("framework")
-    (folder / "server_loop.py").write_text(FRAMEWORK)
-    return folder
+    return tmp_path_factory.mktemp("framework")
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path, ray_cluster: None) -> Iterator[list[Any]]:
+def servers(folder: Path, ray_cluster: None) -> list[Any]:
     """Start two servers for all tests, because each of them imports torch."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(folder)
-        module = importlib.import_module("server_loop")
-        environment = {"env_vars": {"PYTHONPATH": ":".join([str(folder), *filter(None, sys.path)])}}
-        started = ray.remote(module.Server).options(runtime_env=environment)
-        handles = [started.remote(rank) for rank in (5, 4)]
-    sys.modules.pop("server_loop")
-    yield handles
-    for handle in handles:
-        ray.kill(handle)
+    environment = {"env_vars": {"PYTHONPATH": ":".join([str(folder), *filter(None, sys.path)])}}
+    with importable(folder, server_loop=FRAMEWORK) as imported:
+        server: Any = imported().Server
+        return [ray.remote(server).options(runtime_env=environment).remote(rank) for rank in (5, 4)]
 
 
 def build_anew(server: Any) -> None:
@@ -85,23 +82,16 @@ def trainer(
     """Provide a trainer with two servers; its boundary leads to them under two adapters."""
     ray.get([server.__ray_call__.remote(build_anew) for server in servers])
     monkeypatch.setattr(unedited_engines, "_answers", {})
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(run, "_configured", None)
-    monkeypatch.setattr(step_boundaries, "_next", 0)
     monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
-    engines = {"torch": "self.handles"}
-    step = {"module": "server_loop", "name": "Trainer.step", "step": "around", "engines": engines}
     roles = {"rollout": {"profiler": "off", "ranks": "all"}, "*": {"profiler": "off"}}
-    configure(ProfileConfig(save_path=tmp_path / "run", steps="every:1", roles=roles, instrument=[step]))
-    yield importlib.import_module("server_loop").Trainer(list(servers))
-    configured.apply(ProfileConfig())
-    sys.modules.pop("server_loop", None)
+    with importable(folder, server_loop=FRAMEWORK) as imported:
+        configure(spans_alone(tmp_path / "run", roles=roles, instrument=[{**STEP, **engines("torch")}]))
+        yield imported().Trainer(list(servers))
 
 
 def rows(tmp_path: Path, step: int) -> dict[str, Expectation]:
-    parts, _ = read_parts(RunLayout(tmp_path / "run").step(step))
-    items = [item for part in parts for item in part.expected]
-    return {item.name: item for item in items if item.kind == "engine"}
+    left = outcomes(RunLayout(tmp_path / "run").step(step))
+    return {name: item for name, item in left.items() if item.kind == "engine"}
 
 
 def register_by_rank(server: Any) -> None:
@@ -151,13 +141,7 @@ def test_actors_without_an_engine_of_this_adapter_are_left_out(
 def test_an_actor_under_two_adapters_needs_that_of_the_engine_that_it_holds(
     trainer: Any, tmp_path: Path, held: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    step = {
-        "module": "server_loop",
-        "name": "Trainer.step",
-        "step": "around",
-        "engines": {"another": "self.handles", "torch": "self.handles"},
-    }
-    configure(run.current().replace(instrument=[step]))
+    configure(run.current().replace(instrument=[{**STEP, **engines("another", "torch")}]))
     registering = register_by_rank if held == "torch" else register_as_anothers
     ray.get([handle.__ray_call__.remote(registering) for handle in trainer.handles])
     trainer.step()
