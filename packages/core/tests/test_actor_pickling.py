@@ -18,7 +18,7 @@ from packages.core.tests.released_frameworks import LOST, NEWEST, VERSIONS, fact
 from stepscope import ProfileConfig, instrument
 from stepscope._recording.instrument import configured, patch
 from stepscope._recording.spans import layers
-from stepscope._recording.spans.wrapping import declared, is_replacement
+from stepscope._recording.spans.wrapping import is_replacement
 from stepscope.config import InstrumentConfig
 from tools.framework_facts import FunctionFacts
 
@@ -172,18 +172,6 @@ def test_a_method_that_is_timed_in_a_class_and_in_its_base_travels(module: Any, 
     instrument(module.__name__, "Derived.update", role="actor")
     instrument(module.__name__, "Plain.update", role="ref")
     assert called(pickled(module.Derived), tmp_path, "update") == "2"
-
-
-def test_nothing_of_ours_is_copied_onto_a_decorator_above(module: Any) -> None:
-    above, wrapper = module.Decorated.below_another, module.Decorated.below_another.__wrapped__
-    assert set(vars(above)) == {"__wrapped__"}
-    assert declared(above) is declared(wrapper) is vars(wrapper)["__stepscope__"]
-
-
-def test_what_ray_made_of_an_instrumented_method_is_known_as_its_replacement(module: Any) -> None:
-    instrument(module.__name__, "Plain.update", role="actor")
-    assert is_replacement(ray.cloudpickle.loads(pickled(module.Plain)).update)
-    assert not is_replacement(ray.cloudpickle.loads(pickled(module.Plain)).generate)
 
 
 # The classes of the presets. Their packages need engines and GPUs to be imported, so each is built from the

@@ -19,7 +19,6 @@ from stepscope._recording.process import identity as run_identity
 from stepscope._recording.session import budget as control
 from stepscope._recording.session import pipeline
 from stepscope._recording.spans import slot
-from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.manifest_parts import fold, read_parts
@@ -138,15 +137,6 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
         after = "training goes on"
     assert after
     assert re.search(r"by 800 MB\D*500", str(outcomes(config, 1)["spans"]))
-
-
-def test_a_cancelled_watchdog_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[str] = []
-    dog = control.Watchdog(BudgetConfig(seconds=0.05), reached.append)
-    dog.start()
-    dog.cancel()
-    dog.thread.join(20)
-    assert reached == []
 
 
 def test_this_process_knows_its_size() -> None:

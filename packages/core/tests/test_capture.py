@@ -306,13 +306,6 @@ async def test_engines_are_started_and_stopped_with_the_capture(config: ProfileC
         assert all((cap.result.path / artifact.path).stat().st_size for artifact in item.artifacts)
 
 
-def test_engines_in_synchronous_code(config: ProfileConfig) -> None:
-    engine = FakeEngine()
-    with capture(2, config=config, engines=[FakeEngineProfiler(engine)]):
-        assert engine.recordings
-    assert expectation(config, 2, "replica 0").state == "ok"
-
-
 async def test_a_replica_that_hangs_costs_its_deadline_and_not_everyones(tmp_path: Path) -> None:
     config = ProfileConfig(
         save_path=str(tmp_path / "run"),
@@ -629,25 +622,6 @@ async def test_a_second_cancellation_while_a_cancelled_step_closes_leaves_its_ha
         await stepping
     assert handled
     assert cancelled.value.args == ("first",) or sys.version_info < (3, 11)  # which says it to nobody
-
-
-async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: ProfileConfig) -> None:
-    gaps: list[float] = []
-
-    async def heart() -> None:
-        loop = asyncio.get_running_loop()
-        last = loop.time()
-        while True:
-            await asyncio.sleep(0.001)
-            gaps.append(loop.time() - last)
-            last = loop.time()
-
-    beating = asyncio.create_task(heart())
-    await asyncio.sleep(0.02)
-    async with capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]):
-        await asyncio.sleep(0.02)
-    beating.cancel()
-    assert max(gaps) < 0.5
 
 
 # Before the first step

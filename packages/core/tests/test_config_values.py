@@ -6,7 +6,6 @@ import json
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -76,13 +75,8 @@ def test_a_config_reads_back_from_its_own_mapping_and_through_json(config: Profi
     assert ProfileConfig.from_mapping(mapping) == config
     again = json.loads(json.dumps(mapping))
     assert again == mapping
-    assert ProfileConfig.from_mapping(again) == config
+    assert ProfileConfig.from_mapping(again) == pickle.loads(pickle.dumps(config)) == config
     assert list(again["roles"]) == list(config.roles)  # the first match wins
-
-
-@given(configs)
-def test_a_config_survives_pickle(config: ProfileConfig) -> None:
-    assert pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize("given", [{}, {"save_path": "outputs/profile"}])
@@ -106,35 +100,6 @@ def test_the_mapping_of_a_config_reads_like_the_file() -> None:
         "all_threads": False,
         "schedule": None,
     }
-
-
-def test_python_takes_mappings_and_structs_alike() -> None:
-    friendly = ProfileConfig(
-        save_path=Path("/data/profile"),
-        steps=[2, "10:50:10"],
-        tool="torch",
-        mode="discrete",
-        roles={"actor": {"ranks": [0, 8]}, "*": RoleConfig(ranks="all", engine=EngineConfig(merge=True))},
-        torch={"activities": ["cpu"], "schedule": {"active": 2}},
-        cuda_memory={"stacks": "all"},
-        budget={"seconds": 60},
-        export={"when": "deferred"},
-    )
-    plain = ProfileConfig(
-        save_path="/data/profile",
-        steps=(StepRange(2, 3), StepRange(10, 50, 10)),
-        tool="torch",
-        mode="discrete",
-        roles={
-            "actor": RoleConfig(ranks=(0, 8)),
-            "*": RoleConfig(ranks="all", engine=EngineConfig(merge=True)),
-        },
-        torch=TorchConfig(activities=("cpu",), schedule=ScheduleConfig(active=2)),
-        cuda_memory=CudaMemoryConfig(stacks="all"),
-        budget=BudgetConfig(seconds=60),
-        export=ExportConfig(when="deferred"),
-    )
-    assert friendly == plain
 
 
 def test_the_typed_settings_name_exactly_the_fields() -> None:
@@ -220,6 +185,9 @@ def test_an_unknown_key_is_refused_with_a_suggestion(data: dict[str, object], he
         ({"cuda_memory": {"stacks": "pyhton"}}, "cuda_memory.stacks", r"did you mean 'python'\?"),
         ({"cuda_memory": {"max_entries": 0}}, "cuda_memory.max_entries", "a whole number >= 1"),
         ({"export": {"when": "later"}}, "export.when", "'background' or 'deferred'"),
+        ({"counters": {"hz": -1}}, "counters.hz", "<= 100"),
+        ({"counters": {"hz": 101}}, "counters.hz", "<= 100"),
+        ({"counters": {"hz": "fast"}}, "counters.hz", "<= 100"),
         ({"save_path": ""}, "save_path", "the path of a folder"),
         ({"save_path": " "}, "save_path", "the path of a folder"),
         ({"save_path": "a\0b"}, "save_path", "the path of a folder"),
@@ -241,11 +209,6 @@ def test_a_wrong_value_names_field_value_allowed_and_fix(
 def test_what_is_no_mapping_is_no_configuration(data: object) -> None:
     with pytest.raises(ConfigError, match="save_path, steps"):
         ProfileConfig.from_mapping(data)  # type: ignore[arg-type]  # what is tested
-
-
-def test_a_section_made_on_its_own_is_checked_where_it_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"budget.seconds is -1"):
-        BudgetConfig(seconds=-1)
 
 
 def test_v3_validation_survives_python_O() -> None:  # noqa: N802  # -O is its name

@@ -21,7 +21,6 @@ from stepscope._recording.counters import devices
 from stepscope._recording.counters import log as log_module
 from stepscope._recording.counters.sampler import Sampler
 from stepscope.backends.counters import CounterSource
-from stepscope.errors import ConfigError
 from stepscope.files import clock
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation
@@ -98,23 +97,6 @@ def test_off_leaves_no_file_and_no_thread(tmp_path: Path, off: object) -> None:
     assert not layout(tmp_path).counters.exists()
     (part,) = read_parts(layout(tmp_path))[0]
     assert [item.name for item in part.expected if item.kind == "counters"] == []
-
-
-def test_file_environment_and_python_give_the_same_rate(tmp_path: Path) -> None:
-    written = tmp_path / "stepscope.yaml"
-    written.write_text("counters: {hz: 2}")
-    assert ProfileConfig.from_file(written).counters.hz == 2
-    assert ProfileConfig.from_env({"STEPSCOPE_COUNTERS__HZ": "2"}).counters.hz == 2
-    assert ProfileConfig(counters={"hz": 2}).counters.hz == 2
-    written.write_text("counters: off")
-    assert ProfileConfig.from_file(written).counters.hz == 0
-    assert ProfileConfig().counters.hz == 10
-
-
-@pytest.mark.parametrize("hz", [-1, 101, "fast"])
-def test_a_wrong_rate_names_what_is_allowed(hz: object) -> None:
-    with pytest.raises(ConfigError, match=r"counters\.hz is .*<= 100"):
-        ProfileConfig(counters={"hz": hz})
 
 
 CHILD = """

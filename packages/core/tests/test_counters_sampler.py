@@ -52,25 +52,6 @@ def run(sampler: Sampler, source: Ticks, hz: float = 100) -> None:
     assert sampler.stop()
 
 
-def test_every_tick_is_kept_in_order_and_the_last_one_is_taken_at_the_stop() -> None:
-    source = Ticks()
-    sampler = Sampler({"own": lambda: [source]})
-    run(sampler, source)
-    assert values(sampler, "ticks") == [float(number) for number in range(1, source.last + 1)]
-    assert source.closed
-    times = [tick.at_ns for tick in sampler.between(0, 1 << 62)]
-    assert times == sorted(times)
-
-
-def test_a_window_is_cut_out_of_the_ring() -> None:
-    source = Ticks()
-    sampler = Sampler({"own": lambda: [source]})
-    run(sampler, source)
-    ticks = sampler.between(0, 1 << 62)
-    assert sampler.between(ticks[0].at_ns, ticks[2].at_ns) == ticks[1:3]
-    assert sampler.around(ticks[0].at_ns + 1, ticks[2].at_ns - 1) == ticks[:3]
-
-
 def test_the_ring_keeps_the_latest() -> None:
     source = Ticks(enough=8)
     sampler = Sampler({"own": lambda: [source]}, ticks=3)

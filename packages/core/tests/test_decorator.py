@@ -685,16 +685,6 @@ def test_attributes_may_be_a_function_of_the_arguments(config: ProfileConfig, sp
     assert [recorded.attrs for recorded in spans()] == [{"all": "12()4{}"}, {"all": "12(3,)5{'z': 6}"}]
 
 
-def test_attributes_are_computed_only_while_capturing() -> None:
-    asked = []
-
-    @profile_step(role="actor", attrs=lambda: asked.append(1))
-    def update() -> None: ...
-
-    update()
-    assert asked == []
-
-
 @pytest.mark.parametrize("wrong", [lambda: 1 / 0, lambda extra: {}, lambda: 7])
 def test_attributes_that_fail_do_not_reach_the_caller(
     config: ProfileConfig, spans: Spans, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., dict[str, int]]

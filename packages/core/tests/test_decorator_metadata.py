@@ -109,14 +109,6 @@ def test_the_metadata_is_the_functions(fn: types.FunctionType) -> None:
     assert wrapper.__code__.co_name == fn.__name__
 
 
-def test_what_was_declared_can_be_found() -> None:
-    @profile_step(role="actor")
-    def update() -> None: ...
-
-    declared = update.__stepscope__  # type: ignore[attr-defined]
-    assert (declared.role, declared.stage) == ("actor", "update")
-
-
 def test_a_worker_knows_the_roles_of_its_class(sample_tasks: ModuleType) -> None:
     assert worker_side.decorated_roles(sample_tasks.Actor) == ("actor", "rollout")
     shipped = cloudpickle.loads(by_value(sample_tasks, sample_tasks.Actor))
@@ -177,12 +169,6 @@ def test_a_traceback_shows_the_line_of_the_wrapper() -> None:
     ]
     assert (frame.name, frame.line) == ("divide", "return __fn(a, by=by, )")
     assert frame.filename == f"<profile_step {__name__}.divide>"
-
-
-def test_inspect_finds_the_source_of_a_wrapper_and_of_the_function() -> None:
-    wrapper = profile_step("actor")(divide)
-    assert inspect.getsource(wrapper) == inspect.getsource(divide)
-    assert inspect.getsource(wrapper.__code__).startswith("    def wrapper(a, *, by):\n")
 
 
 def test_wrappers_of_one_name_keep_their_own_lines() -> None:

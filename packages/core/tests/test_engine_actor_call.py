@@ -14,7 +14,7 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope.engines import actor_call
-from stepscope.engines.actor_call import ActorGoneError, ActorLine, CallFailedError, abandon, begin, present
+from stepscope.engines.actor_call import ActorGoneError, ActorLine, CallFailedError, present
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -117,23 +117,6 @@ async def test_a_call_after_ray_was_shut_down_starts_no_other_ray(
     with pytest.raises(ActorGoneError, match="was shut down"):
         await ActorLine(actors["sync"]).call(present)
     ActorLine(actors["sync"]).tell(present)
-
-
-def test_a_call_that_was_given_up_before_it_came_does_not_begin() -> None:
-    abandon(None, "a ticket", True)
-    assert begin(None, "a ticket", fail, ())[0] == "failed"
-
-
-async def note(instance: object, noted: threading.Event) -> None:
-    noted.set()
-
-
-def test_a_call_that_is_to_go_on_begins_though_nobody_waits_and_leaves_nothing_behind() -> None:
-    noted = threading.Event()
-    abandon(None, "another ticket", False)
-    begin(None, "another ticket", note, (noted,))
-    assert noted.wait(20)
-    assert "another ticket" not in actor_call._jobs
 
 
 @pytest.mark.parametrize("kind", KINDS)

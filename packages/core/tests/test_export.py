@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gzip
 import os
-import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -157,20 +155,6 @@ def test_a_sidecar_is_never_there_before_its_file(
     assert order == ["a.json.gz", "a.json.gz.meta.json"]
 
 
-def test_exports_keep_their_order(exporter: Exporter, blocked: threading.Event, tmp_path: Path) -> None:
-    order: list[int] = []
-
-    def write(path: Path) -> None:
-        order.append(int(path.stem))
-        path.write_bytes(BODY)
-
-    for number in range(5):
-        Submission(exporter, tmp_path / f"{number}.json", write=write)
-    blocked.set()
-    assert exporter.drain(30) == []
-    assert order == [0, 1, 2, 3, 4]
-
-
 def test_a_deferred_export_waits_until_it_is_drained(exporter: Exporter, tmp_path: Path) -> None:
     deferred = Submission(exporter, tmp_path / "later.json", deferred=True)
     at_once = Submission(exporter, tmp_path / "now.json")
@@ -196,13 +180,6 @@ def test_drain_names_what_is_unfinished_at_the_deadline(
     assert exporter.drain(0.01) == ["blocker.json", "waiting.json"]
     blocked.set()
     assert exporter.drain(30) == []
-
-
-def test_results_are_reported_before_drain_returns(exporter: Exporter, tmp_path: Path) -> None:
-    for number in range(20):
-        done = Submission(exporter, tmp_path / f"{number}.json")
-        exporter.drain(30)
-        assert done.results
 
 
 def test_bytes_are_counted_by_step(exporter: Exporter, tmp_path: Path) -> None:
@@ -238,51 +215,6 @@ class TestFailures:
         assert "Error" in done.error
         assert str(tmp_path / folder) in done.error
         assert done.discarded == 1
-
-    @pytest.mark.parametrize("compress", [False, True])
-    def test_a_full_disk_leaves_nothing_under_a_final_name(
-        self, exporter: Exporter, tmp_path: Path, compress: bool
-    ) -> None:
-        noise = os.urandom(200_000)
-        with disk_limit(100_000):
-            done = Submission(
-                exporter,
-                tmp_path / "a.json",
-                write=writes(noise),
-                compress=compress,
-            )
-            exporter.drain(30)
-        assert "OSError" in done.error
-        assert not list(tmp_path.iterdir())
-
-    def test_a_disk_that_fills_while_compressing_leaves_nothing(
-        self, exporter: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("shutil.copyfileobj", full)
-        done = Submission(exporter, tmp_path / "a.json")
-        exporter.drain(30)
-        assert "No space left" in done.error
-        assert not list(tmp_path.iterdir())
-
-    def test_a_result_that_cannot_be_reported_stops_nothing(
-        self, exporter: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-
-        def broken(_: ExportResult) -> None:
-            raise RuntimeError("nobody listens")
-
-        first = Submission(exporter, tmp_path / "other" / "a.json")
-        pending = PendingArtifact(kind="k", suffix=".json", write=writes(), compress=False)
-        exporter.submit(
-            pending, target=tmp_path / "a.json", describe=first._describe, on_done=broken, deferred=False
-        )
-        last = Submission(exporter, tmp_path / "b.json")
-        assert exporter.drain(30) == []
-        assert last.path.is_file()
 
 
 class TestProcess:
@@ -360,19 +292,6 @@ class TestProcess:
         beside = not ended.is_set()
         thread.join()
         return beside
-
-
-@contextmanager
-def disk_limit(size_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond it: as on a full disk, writing fails with an OSError."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_recording_may_be_a_folder_and_its_size_is_that_of_all_in_it(

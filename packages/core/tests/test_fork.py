@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 
-from stepscope._recording.process import exports, failures, fork
-from stepscope._recording.session import pipeline
+from stepscope._recording.process import failures, fork
 from stepscope._recording.spans.span import thread
 
 
@@ -35,15 +34,6 @@ def test_a_child_forgets_in_the_order_of_the_table_and_goes_on_after_a_failure(
 def test_what_is_not_in_the_table_is_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match=r"fork\.TABLE: .*exporter"):
         fork.forgets("my state", lambda: None)
-
-
-def test_a_forked_child_has_an_exporter_and_queues_of_its_own() -> None:
-    before = (exports.exporter(), pipeline._hooks, pipeline._commands)
-    child = os.fork()
-    if child == 0:
-        after = (exports.exporter(), pipeline._hooks, pipeline._commands)
-        os._exit(any(one is other for one, other in zip(before, after, strict=True)))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_the_spans_of_a_forked_child_are_of_its_own_thread() -> None:

@@ -25,8 +25,6 @@ from stepscope._recording.capture import on_demand
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout import fetch
-from stepscope._recording.fanout.messages import WorkerOutcome
-from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.process import exports
 from stepscope._recording.recorder import steps
 from stepscope._recording.session import budget, pipeline, programs
@@ -35,7 +33,7 @@ from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation, Manifest, ProcessPart, awaited
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.files.storage import Arrival
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -410,45 +408,6 @@ def test_a_file_that_is_given_up_leaves_nothing(step: StepLayout) -> None:
     arrival.add(b"half")
     arrival.give_up()
     assert list(step.spans.iterdir()) == []
-
-
-class Fleet:
-    """Workers on other hosts, whose files are all here."""
-
-    released: list[str]
-
-    def __init__(self) -> None:
-        self.released = []
-
-    async def gather(
-        self, capture_id: str, engine_files: object, home: object, left_s: object
-    ) -> list[WorkerOutcome]:
-        return [WorkerOutcome(name="actor[0]", state="ok", reason=None, process=None)]
-
-    def release(self, capture_id: str) -> None:
-        self.released.append(capture_id)
-
-
-async def test_workers_keep_their_files_while_an_engines_may_still_come(config: ProfileConfig) -> None:
-    session = Session(
-        config=config,
-        step=0,
-        process=StepFolder(Path(config.save_path)).process("trainer", 0).info,
-        roles=("trainer",),
-        run_id="run1",
-        capture_id="1",
-        owner=True,
-    )
-    participants, fleet = Participants(None, None), Fleet()
-    participants.fleet, participants.apart = cast(Any, fleet), ["actor[0]"]
-    participants.join(session)
-    session.manifest_part.expect(awaited("replica 0", "engine", "late"))
-    await participants.gather(lambda: 9)
-    assert fleet.released == []
-    session.manifest_part.expect(Expectation(name="replica 0", kind="engine", state="ok"))
-    await participants.gather(lambda: 9)
-    await participants.gather(lambda: 9)
-    assert len(fleet.released) == 1
 
 
 def test_a_capture_that_this_process_never_saw_is_an_error() -> None:

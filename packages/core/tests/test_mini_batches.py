@@ -19,14 +19,6 @@ def test_without_a_schedule_all_is_recorded() -> None:
     assert {place(None, number) for number in range(5)} == {Place("active", 0)}
 
 
-def test_a_schedule_walks_through_its_cycles() -> None:
-    schedule = ScheduleConfig(skip_first=1, wait=1, warmup=1, active=2, repeat=2)
-    phases = [place(schedule, number).phase for number in range(12)]
-    cycle = ["off", "warmup", "active", "active"]
-    assert phases == ["off", *cycle, *cycle, "off", "off", "off"]
-    assert [number for number in range(12) if place(schedule, number).cycle == 1] == [5, 6, 7, 8]
-
-
 @pytest.mark.needs("torch")
 @settings(deadline=None)  # the first example imports torch
 @given(skip_first=few, wait=few, warmup=few, active=st.integers(1, 4), repeat=few, number=st.integers(0, 60))

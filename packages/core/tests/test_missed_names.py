@@ -36,14 +36,6 @@ def a_part(pid: int, owner: bool = False) -> ProcessPart:
     )
 
 
-def test_what_the_main_process_has_logged_is_not_repeated(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(patch.missed, PLACE, "ConfigError: no such name")
-    tell_missed([a_part(1, owner=True), a_part(2)])
-    assert caplog.messages == []
-
-
 def test_a_ray_worker_that_opens_the_capture_logs_its_own_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -51,11 +43,3 @@ def test_a_ray_worker_that_opens_the_capture_logs_its_own_too(
     monkeypatch.setitem(patch.missed, PLACE, "ConfigError: no such name")
     tell_missed([a_part(1, owner=True)])
     assert len(caplog.messages) == 1
-
-
-def test_other_ranks_leave_it_to_rank_0(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    tell_missed([a_part(1)])
-    assert caplog.messages == []

@@ -68,11 +68,6 @@ def test_two_runs_are_never_folded_into_one_manifest() -> None:
         fold([part(), part(run_id="run2")])
 
 
-def test_no_parts_fold_to_an_error() -> None:
-    with pytest.raises(RecordError, match="nothing"):
-        fold([])
-
-
 def test_parts_are_read_and_files_that_are_none_are_named_with_the_reason(tmp_path: Path) -> None:
     step = StepLayout(tmp_path)
     put(step, part("actor", 0, "ok"))

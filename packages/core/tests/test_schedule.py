@@ -70,10 +70,6 @@ def test_one_reason_for_several_roles_is_said_once() -> None:
     assert decision.reason.count("rank 3") == 1
 
 
-def test_a_process_of_one_role_decides_as_that_role() -> None:
-    assert decide_process(CONFIG, roles=["actor"], rank=3) == decide(CONFIG, role="actor", rank=3)
-
-
 @pytest.mark.parametrize(
     ("role", "world_size", "beyond"),
     [

@@ -18,7 +18,7 @@ from stepscope.config.presets import preset_names, read_preset
 from stepscope.engines import name_settings, settings
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import KNOBS, SWITCHES, FrameworkSettings, Knob, Setting
+from stepscope.files.manifest import KNOBS, SWITCHES, FrameworkSettings
 from stepscope.files.manifest_parts import read_parts
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
@@ -296,9 +296,3 @@ def test_a_setting_that_means_nothing_in_this_run_is_not_kept(framework: tuple[s
     configuration = OmegaConf.create({"trainer": {"use_v1": False, "v1": {"trainer_mode": "sync"}}})
     begin_step(*framework, configuration)
     assert [named.settings for named in settings.kept()] == [()]
-
-
-def test_a_setting_without_a_switch_has_nothing_better() -> None:
-    knob: Knob = "colocated"
-    name_settings("mine", {knob: ("together", False)})
-    assert settings.kept()[0].settings == (Setting(knob=knob, name="together", value=False),)

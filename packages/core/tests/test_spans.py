@@ -22,7 +22,6 @@ import pytest
 import stepscope
 from stepscope._recording.process.identity import identify
 from stepscope._recording.spans import api, scopes
-from stepscope._recording.spans import span as spans
 from stepscope._recording.spans.carrier import Carrier, attach, carrier
 from stepscope._recording.spans.log import SpanLog
 from stepscope._recording.spans.scopes import Place, Scope
@@ -31,8 +30,6 @@ from stepscope.files.clock import read_anchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.files.trace_context import SpanIds
-from stepscope.files.values import MAX_TEXT
-from stepscope.testing.recorded_run import START_NS, FakeClock
 from stepscope_report.timeline.sources import read_spans
 
 ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
@@ -78,16 +75,6 @@ def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) ->
     assert (end.spans, end.dropped) == (1, 0)
 
 
-def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
-    with FakeClock() as clock:
-        clock.advance(3)
-        with log.new("update"):
-            clock.advance(0.000_001_5)
-        clock.advance(7)
-    (span,) = closed(log)
-    assert (span.start_ns, span.dur_ns) == (START_NS + 3_000_000_000, 1_500)
-
-
 def test_what_somebody_else_timed_hangs_below_the_span_it_is_added_to(log: SpanLog) -> None:
     with LiveSpan(log, "turn", "agent_loop", None, trajectory="t", turn=1) as turn:
         turn.add("decode", 5_000, 7_500, role="rollout", attrs={"tokens": 3})
@@ -110,12 +97,6 @@ def test_the_clock_of_spans_is_the_monotonic_one(log: SpanLog) -> None:
     after = time.monotonic_ns()
     (span,) = closed(log)
     assert before <= span.start_ns <= inside <= span.start_ns + span.dur_ns <= after
-
-
-def test_the_role_is_the_enclosing_spans_and_else_the_process(log: SpanLog) -> None:
-    with log.new("a"), log.new("b", "ref"), log.new("c"):
-        pass
-    assert {span.stage: span.role for span in closed(log)} == {"a": "actor", "b": "ref", "c": "ref"}
 
 
 def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> None:
@@ -141,19 +122,6 @@ def test_an_error_that_cannot_be_printed_does_not_hide_the_users(log: SpanLog) -
     assert span.error == "UnprintableError"
 
 
-def test_an_error_for_which_there_is_no_depth_left_is_named(
-    log: SpanLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_deep(error: BaseException) -> str:
-        raise RecursionError
-
-    monkeypatch.setattr(spans, "outcome_of", too_deep)
-    with pytest.raises(KeyError, match="mine"), log.new("update"):
-        raise KeyError("mine")
-    (span,) = closed(log)
-    assert span.error == "KeyError"
-
-
 def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:
     with log.new("generate", None, {"tokens": 0, "model": "tiny"}) as span:
         span.set(tokens=17)
@@ -171,31 +139,6 @@ def test_an_attribute_that_is_no_json_is_kept_as_text(log: SpanLog, value: objec
     assert odd.attrs is not None
     assert isinstance(odd.attrs["value"], str | dict | int)
     assert fine.stage == "fine"
-
-
-def test_a_long_text_is_cut(log: SpanLog) -> None:
-    with log.new("prompt", None, {"text": "x" * 10_000}):
-        pass
-    (line,) = closed(log)
-    assert line.attrs == {"text": "x" * MAX_TEXT + "..."}
-
-
-def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
-    async def one(name: str) -> None:
-        with log.new(name):
-            await asyncio.sleep(0)
-            with log.new(f"{name}.inner"):
-                await asyncio.sleep(0)
-
-    async def main() -> None:
-        with log.new("root"):
-            await asyncio.gather(*(one(f"task{i}") for i in range(20)))
-
-    asyncio.run(main())
-    by_stage = {span.stage: span for span in closed(log)}
-    for i in range(20):
-        assert by_stage[f"task{i}"].parent == by_stage["root"].span
-        assert by_stage[f"task{i}.inner"].parent == by_stage[f"task{i}"].span
 
 
 def test_a_bare_thread_takes_its_place_from_a_carrier(log: SpanLog) -> None:

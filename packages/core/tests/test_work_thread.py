@@ -6,25 +6,7 @@ import subprocess
 import sys
 import threading
 
-import pytest
-
-from stepscope.engines.own_thread import WorkThread, is_ours
-
-
-def test_work_is_done_in_order_on_one_thread_of_ours() -> None:
-    thread = WorkThread("stepscope-test")
-    futures = [thread.submit(threading.current_thread) for _ in range(3)]
-    workers = {future.result(10) for future in futures}
-    assert len(workers) == 1
-    assert is_ours(workers.pop())
-
-
-def test_an_error_reaches_the_caller_and_the_next_work_is_done() -> None:
-    thread = WorkThread("stepscope-test")
-    failed = thread.submit(lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        failed.result(10)
-    assert thread.submit(lambda: 2).result(10) == 2
+from stepscope.engines.own_thread import WorkThread
 
 
 def test_the_thread_ends_with_its_owner() -> None:
