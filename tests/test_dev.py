@@ -1,7 +1,4 @@
-"""`dev.py` on machines that lack something, after what went wrong before, and when it releases.
-
-One file above 400 lines, because all of it works on the same copy of a checkout.
-"""
+"""`dev.py` on machines that lack something, after what went wrong before, and when it releases."""
 
 from __future__ import annotations
 

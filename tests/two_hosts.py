@@ -1,8 +1,5 @@
 """Two hosts on one machine, which share no folder: a Ray node in namespaces of its own each (network, mounts,
-host name), and a real vLLM on the second. On request, as root on Linux: `python3 dev.py test --two-hosts`.
-
-One file above 400 lines, because all of it needs the same two hosts.
-"""
+host name), and a real vLLM on the second. On request, as root on Linux: `python3 dev.py test --two-hosts`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +62,7 @@ def step_of(config: ProfileConfig, step: int = 1) -> StepLayout:
     return RunLayout(config.save_path).step(step)
 
 
-def recorder() -> Recorder:
+def standing_recorder() -> Recorder:
     """Return the flight recorder of this process."""
     found = standing.standing()
     assert found is not None
@@ -73,6 +75,36 @@ def until(holds: Callable[[], object], seconds: float = 20) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def at_once(count: int, work: Callable[[int], object]) -> None:
+    """Call `work(number)` in as many threads, which begin together. Fails if any call does."""
+    barrier = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+@contextmanager
+def handling(signum: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    """Have a signal handled by `handler` in the block."""
+    before = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
 
 
 def python(

@@ -70,7 +70,7 @@ def framework(module: str, tmp_path: Path) -> Build:
     """Configure these entries, import the framework, and return its class."""
 
     def build(*entries: dict[str, object], steps: str = "every:1") -> Any:
-        update = {"name": "Loop.update", "role": "actor"}
+        update: Entry = {"name": "Loop.update", "role": "actor"}
         listed = [{"module": module, **entry} for entry in (*entries, update)]
         configure(spans_alone(tmp_path / "run", steps=steps, instrument=listed))
         return importlib.import_module(module).Loop

@@ -83,7 +83,7 @@ def worker(module: Any, remote: Callable[..., Any]) -> Any:
 
 def trained(module: Any, worker: Any, save_path: Path, begin: str) -> Any:
     boundary = {"number": "self.global_step", "workers": {"actor": "self.workers"}}
-    entries = [
+    entries: list[dict[str, object]] = [
         {"name": f"Trainer.{begin}", "step": "begin", **boundary},
         {"name": "Trainer.train", "step": "end"},
         {"name": "Trainer._generate", "role": "rollout"},

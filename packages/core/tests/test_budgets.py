@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from packages.core.tests import runs
+from packages.core.tests.runs import step_of
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.process import exports
 from stepscope._recording.process import identity as run_identity
@@ -20,8 +22,7 @@ from stepscope._recording.session import budget as control
 from stepscope._recording.session import pipeline
 from stepscope._recording.spans import slot
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
-from stepscope.files.manifest_parts import fold, read_parts
+from stepscope.files.manifest_parts import read_parts
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.timeline import load_step
 
@@ -46,13 +47,8 @@ def a_config(tmp_path: Path, **budget: object) -> ProfileConfig:
     )
 
 
-def manifest_of(config: ProfileConfig, step: int) -> Manifest:
-    return fold(read_parts(RunLayout(config.save_path).step(step))[0])
-
-
 def outcomes(config: ProfileConfig, step: int) -> dict[str, tuple[str, str | None]]:
-    parts = manifest_of(config, step).processes
-    return {item.name: (item.state, item.reason) for part in parts for item in part.expected}
+    return {name: (item.state, item.reason) for name, item in runs.outcomes(step_of(config, step)).items()}
 
 
 @pytest.mark.needs("torch")

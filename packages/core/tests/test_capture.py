@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import stepscope
+from packages.core.tests.runs import manifest_of, outcomes, step_of
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
 from stepscope._recording.capture import capture as capture_module
@@ -33,10 +33,10 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation, Manifest
-from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.sidecar import Artifact
-from stepscope.files.spans import Line, Span
+from stepscope.files.spans import Span
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import cli
 
 
@@ -56,20 +56,11 @@ def nothing_stays_open() -> Iterator[None]:
 
 
 def spans_of(config: ProfileConfig, step: int) -> dict[str, Span]:
-    (path,) = RunLayout(config.save_path).step(step).spans.glob("*.jsonl")
-    read = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
-    return {line.stage: line for line in read if isinstance(line, Span)}
-
-
-def manifest_of(config: ProfileConfig, step: int) -> Manifest:
-    return fold(read_parts(RunLayout(config.save_path).step(step))[0])
+    return {line.stage: line for line in finished_spans(config.save_path, step)}
 
 
 def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
-    (outcome,) = [
-        item for part in manifest_of(config, step).processes for item in part.expected if item.name == name
-    ]
-    return outcome
+    return outcomes(step_of(config, step))[name]
 
 
 def test_a_selected_step_is_recorded(config: ProfileConfig) -> None:
@@ -77,7 +68,7 @@ def test_a_selected_step_is_recorded(config: ProfileConfig) -> None:
         pass
     assert cap.result.captured
     assert spans_of(config, 2)["update"].role == "actor"
-    assert manifest_of(config, 2).state == "ok"
+    assert manifest_of(step_of(config, 2)).state == "ok"
 
 
 def test_a_step_that_is_not_selected_leaves_no_trace(config: ProfileConfig) -> None:
@@ -132,7 +123,7 @@ def test_a_capture_is_used_once(config: ProfileConfig) -> None:
 def test_the_bodys_exception_is_recorded_and_goes_on(config: ProfileConfig) -> None:
     with pytest.raises(KeyError, match="mine"), capture(2, config=config), span("update"):
         raise KeyError("mine")
-    assert manifest_of(config, 2).processes[0].error == "KeyError: 'mine'"
+    assert manifest_of(step_of(config, 2)).processes[0].error == "KeyError: 'mine'"
     assert spans_of(config, 2)["update"].error == "KeyError: 'mine'"
 
 
@@ -142,25 +133,19 @@ def session_of(cap: capture_module.Capture) -> Session:
     return cap._life.session
 
 
-def _break_and_raise(monkeypatch: pytest.MonkeyPatch, session: object, broken: object) -> None:
-    monkeypatch.setattr(session, "close", broken)
-    raise KeyError("mine")
-
-
+@pytest.mark.usefixtures("in_production")
 def test_the_bodys_exception_wins_over_trouble_in_closing(
-    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: ProfileConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("ours")
 
     cap = capture(2, config=config)
-    with pytest.raises(KeyError, match="mine"), cap:
+    with pytest.raises(KeyError, match="mine"), pytest.MonkeyPatch.context() as patched, cap:
         session = session_of(cap)
-        _break_and_raise(monkeypatch, session, broken)
+        patched.setattr(session, "close", broken)
+        raise KeyError("mine")
     assert "disabled closing a capture" in caplog.text
-    monkeypatch.undo()
     session.close()
 
 
@@ -266,17 +251,14 @@ async def test_ten_thousand_concurrent_trajectories(config: ProfileConfig) -> No
                     async with span("tool", role="env"):
                         await asyncio.sleep(0)
 
-    async with capture(2, config=config) as cap:
+    async with capture(2, config=config):
         all_begun = asyncio.Event()
         with span("rollout"):
             rollouts = [asyncio.create_task(rollout(number)) for number in range(10_000)]
             await asyncio.sleep(0)
             all_begun.set()
             await asyncio.gather(*rollouts)
-    assert cap.result.captured
-    (path,) = RunLayout(config.save_path).step(2).spans.glob("*.jsonl")
-    lines = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
-    spans = {line.span: line for line in lines if isinstance(line, Span)}
+    spans = {line.span: line for line in all_spans(config, 2)}
     (root,) = (line for line in spans.values() if line.stage == "rollout")
     counted = Counter(line.stage for line in spans.values())
     assert counted == {"rollout": 1, "trajectory": 10_000, "turn": 20_000, "tool": 20_000}
@@ -291,7 +273,7 @@ async def test_ten_thousand_concurrent_trajectories(config: ProfileConfig) -> No
         if parent is not root:
             assert line.trajectory == parent.trajectory
             assert line.turn == parent.turn or line.stage == "turn"
-    assert manifest_of(config, 2).state == "ok"
+    assert manifest_of(step_of(config, 2)).state == "ok"
 
 
 async def test_engines_are_started_and_stopped_with_the_capture(config: ProfileConfig) -> None:
@@ -383,7 +365,7 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
             assert error is None or "CancelledError" in error
         whole.clear()
         asyncio.run(recorded(3, config, engines))
-        assert manifest_of(config, 3).state == "ok", suspension
+        assert manifest_of(step_of(config, 3)).state == "ok", suspension
         told_all_of(config, 3)
         if not cancelled.came:
             assert outcome is None
@@ -395,7 +377,7 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
 def told_all_of(config: ProfileConfig, step: int) -> str | None:
     """Assert that the manifest of a closed capture is final and its files exist. Return its error."""
     folder = RunLayout(config.save_path).step(step)
-    (part,) = manifest_of(config, step).processes
+    (part,) = manifest_of(step_of(config, step)).processes
     assert part.closed is not None
     for item in part.expected:
         assert item.pending is None, item
@@ -636,7 +618,7 @@ def test_the_manifest_knows_whether_prepare_ran(
     stepscope.prepare(config=config)
     with capture(3, config=config):
         pass
-    parts = [part for step in (2, 3) for part in manifest_of(config, step).processes]
+    parts = [part for step in (2, 3) for part in manifest_of(step_of(config, step)).processes]
     assert [part.prepared for part in parts] == [False, True]
 
 
@@ -777,9 +759,7 @@ def test_a_step_that_is_captured_again_keeps_both_recordings(config: ProfileConf
 
 
 def all_spans(config: ProfileConfig, step: int) -> list[Span]:
-    (path,) = RunLayout(config.save_path).step(step).spans.glob("*.jsonl")
-    read = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
-    return sorted((line for line in read if isinstance(line, Span)), key=lambda line: line.span)
+    return sorted(finished_spans(config.save_path, step), key=lambda line: line.span)
 
 
 @pytest.mark.parametrize("tool", ["off", "torch"])

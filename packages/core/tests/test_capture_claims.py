@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import at_once, spans_alone
 from stepscope import Capture, ProfileConfig, capture
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
@@ -28,12 +28,7 @@ ROUNDS = 40
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    return ProfileConfig(
-        save_path=str(tmp_path / "run"),
-        steps="0:100000",
-        roles={"rollout": {"ranks": "all", "profiler": "off"}},
-        control={"requests": False},
-    )
+    return spans_alone(tmp_path / "run", control={"requests": False})
 
 
 @pytest.fixture(autouse=True)
@@ -44,26 +39,6 @@ def switching_often() -> Iterator[None]:
     sys.setswitchinterval(interval)
     assert slot.session() is None
     assert captures.opened() is None
-
-
-def at_once(count: int, work: Callable[[int], None]) -> None:
-    """Call `work(number)` in as many threads, which begin together."""
-    barrier = threading.Barrier(count)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""A capture and the life of its process: killed, terminated, exiting, forking, spawning.
-
-One file above 400 lines: all of it starts processes, and reads what they left, in the same few ways.
-"""
+"""A capture and the life of its process: killed, terminated, exiting, forking, spawning."""
 
 from __future__ import annotations
 

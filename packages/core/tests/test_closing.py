@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import handling, outcomes, spans_alone
 from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.process import exports, manifest_part, shutdown
 from stepscope._recording.session import pipeline
@@ -65,10 +66,7 @@ class CountedStops(FakeEngineProfiler):
 
 def config_of(folder: Path, **settings: Any) -> ProfileConfig:
     """Return a configuration that records the spans of steps 1 to 9."""
-    spans_alone = {"*": {"profiler": False}}
-    return ProfileConfig.from_mapping(
-        {"save_path": str(folder), "steps": "1:10", "roles": spans_alone, **settings}
-    )
+    return spans_alone(folder, steps="1:10", **settings)
 
 
 def test_two_tasks_that_close_a_capture_stop_its_engine_once(tmp_path: Path) -> None:
@@ -163,18 +161,11 @@ def test_a_handler_that_exits_while_a_session_closes_leaves_it_closed(
         sys.exit(3)
 
     cap = capture(1, config=config_of(tmp_path)).open()
-    before = signal.signal(signal.SIGTERM, leave)
     monkeypatch.setattr(SpanLog, "close", close)
-    try:
-        with pytest.raises(SystemExit):
-            cap.close()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with handling(signal.SIGTERM, leave), pytest.raises(SystemExit):
+        cap.close()
     flush()
-    manifest = cap.result.manifest()
-    assert manifest is not None
-    (part,) = manifest.processes
-    assert [item.name for item in part.expected if item.pending] == []
+    assert [name for name, item in outcomes(cap.result).items() if item.pending] == []
 
 
 def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(

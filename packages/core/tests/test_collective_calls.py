@@ -16,9 +16,9 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
+from packages.core.tests.runs import standing_recorder
 from stepscope import capture, profile_step
 from stepscope import span as profiled
-from stepscope._recording.recorder import standing
 from stepscope._recording.spans import collective_calls
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
@@ -54,8 +54,7 @@ def world() -> distributed.ProcessGroup:
 
 
 def kept() -> list[Span]:
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     return recorder.log.copy().spans
 
 
@@ -147,8 +146,7 @@ def test_they_are_on_record_in_captures_and_switched_off_by_a_word(config: Profi
 def test_the_state_names_the_call_that_is_in_a_collective(config: ProfileConfig) -> None:
     attrs: dict[str, AttrValue] = {"wait": True, "group": "0", "sequence": 1}
     with capture(1, config=config):
-        recorder = standing.standing()
-        assert recorder is not None
+        recorder = standing_recorder()
         outside = collective_calls._begin("barrier", attrs, time.monotonic_ns(), None)
         with profiled("update", role="actor"):
             inside = collective_calls._begin("all_reduce", attrs, time.monotonic_ns(), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.core.tests.runs import python
 from packages.report.tests.commands import Command
 from stepscope.config import ProfileConfig, check_save_path, check_tool
 from stepscope.errors import ConfigError
@@ -83,18 +83,17 @@ def test_a_folder_that_cannot_be_written_is_refused(path: str) -> None:
 @pytest.mark.parametrize("folder", [".", "run"])
 def test_a_disk_that_takes_no_bytes_is_refused(tmp_path: Path, folder: str) -> None:
     # A file size limit of 0 behaves like a full disk: files can be made and not filled.
-    code = (
-        "import resource, sys\n"
-        "from stepscope.config import ProfileConfig, check_save_path\n"
-        "from stepscope.errors import ConfigError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "try:\n    check_save_path(ProfileConfig(save_path=sys.argv[1]), on_ray=False)\n"
-        "except ConfigError as error:\n    print(error)\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "(File too large)" in done.stdout
-    assert done.stderr == ""
+    code = """
+import resource, sys
+from stepscope.config import ProfileConfig, check_save_path
+from stepscope.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    check_save_path(ProfileConfig(save_path=sys.argv[1]), on_ray=False)
+except ConfigError as error:
+    print(error)
+"""
+    assert "(File too large)" in python(code, tmp_path / folder)
     assert everything_in(tmp_path) == []
 
 
@@ -145,35 +144,33 @@ def test_a_source_path_without_an_installation_has_no_tools(
 
 
 def test_checking_the_tool_does_not_import_torch() -> None:
-    code = (
-        "import sys\n"
-        "from stepscope.config import ProfileConfig, check_tool\n"
-        "from stepscope.errors import ConfigError\n"
-        "try:\n    check_tool(ProfileConfig())\n"
-        "except ConfigError:\n    pass\n"  # a checkout that is not installed has no entry points
-        "print('torch' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "False"
+    code = """
+import sys
+from contextlib import suppress
+from stepscope.config import ProfileConfig, check_tool
+from stepscope.errors import ConfigError
+with suppress(ConfigError):  # a checkout that is not installed has no entry points
+    check_tool(ProfileConfig())
+print("torch" in sys.modules)
+"""
+    assert python(code) == "False\n"
 
 
 def test_what_others_end_by_a_finalizer_at_exit_still_ends_before_python_waits_for_it(tmp_path: Path) -> None:
     """vLLM's engine is a child process that only a finalizer ends, and multiprocessing waits for children."""
-    program = (
-        "from pathlib import Path\n"
-        "from stepscope.config import ProfileConfig, check_save_path\n"
-        f"check_save_path(ProfileConfig(save_path={str(tmp_path / 'new')!r}), on_ray=False)\n"
-        "import multiprocessing, weakref\n"
-        "class Engine: pass\n"
-        "fork = multiprocessing.get_context('fork')\n"
-        "over = fork.Event()\n"
-        "fork.Process(target=over.wait).start()\n"
-        "engine = Engine()\n"
-        "weakref.finalize(engine, over.set)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    code = """
+import sys
+from stepscope.config import ProfileConfig, check_save_path
+check_save_path(ProfileConfig(save_path=sys.argv[1]), on_ray=False)
+import multiprocessing, weakref
+class Engine: pass
+fork = multiprocessing.get_context("fork")
+over = fork.Event()
+fork.Process(target=over.wait).start()
+engine = Engine()
+weakref.finalize(engine, over.set)
+"""
+    python(code, tmp_path / "new")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.core.tests.runs import python
 from stepscope.config import (
     BudgetConfig,
     CudaMemoryConfig,
@@ -212,19 +211,16 @@ def test_what_is_no_mapping_is_no_configuration(data: object) -> None:
 
 
 def test_v3_validation_survives_python_O() -> None:  # noqa: N802  # -O is its name
-    code = (
-        "from stepscope.config import ProfileConfig\n"
-        "from stepscope.errors import ConfigError\n"
-        "for wrong in ({'steps': '5:2'}, {'torch': {'with_stack': 1}}, {'budget': {'seconds': -1}}):\n"
-        "    try:\n"
-        "        ProfileConfig.from_mapping(wrong)\n"
-        "    except ConfigError:\n"
-        "        print('refused', __debug__)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.splitlines() == ["refused False"] * 3
+    code = """
+from stepscope.config import ProfileConfig
+from stepscope.errors import ConfigError
+for wrong in ({"steps": "5:2"}, {"torch": {"with_stack": 1}}, {"budget": {"seconds": -1}}):
+    try:
+        ProfileConfig.from_mapping(wrong)
+    except ConfigError:
+        print("refused", __debug__)
+"""
+    assert python(code, PYTHONOPTIMIZE="1").splitlines() == ["refused False"] * 3
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import ray
 
-from stepscope import ProfileConfig, capture
+from packages.core.tests.runs import SPANS_ALONE, spans_alone
+from stepscope import capture
 from stepscope._recording.counters.load import ray_store
 from stepscope.backends.counters import CounterSource
 from stepscope.engines.metrics import FINISHED, EngineMetrics
@@ -54,15 +55,11 @@ class Rollout:
         asyncio.run(self.engine.generate(iterations))
 
 
-def test_the_engine_of_an_actor_is_sampled_in_the_actor(tmp_path: Path) -> None:
-    config = ProfileConfig(
-        save_path=tmp_path, steps=[1, 2], roles={"rollout": {"ranks": "all"}, "*": {"profiler": "off"}}
-    )
-    remote: Any = ray.remote
-    actor = remote(Rollout).remote()
+def test_the_engine_of_an_actor_is_sampled_in_the_actor(tmp_path: Path, remote: Callable[..., Any]) -> None:
+    config = spans_alone(tmp_path, roles={"rollout": {"ranks": "all"}, **SPANS_ALONE})
+    actor = remote(Rollout)
     for step in (1, 2):  # in the first one its process may begin after its engine, or before
-        factory = cast(ProfilerFactory, Counting)
-        rollout = RayRollout(actor, engine=factory, attribute="engine")
+        rollout = RayRollout(actor, engine=cast(ProfilerFactory, Counting), attribute="engine")
         with capture(step, workers={}, engines=[rollout], config=config):
             ray.get(actor.generate.remote(3))
         timeline = load_step(tmp_path / f"step_{step:06d}")
@@ -70,7 +67,6 @@ def test_the_engine_of_an_actor_is_sampled_in_the_actor(tmp_path: Path) -> None:
         assert timeline.processes[counter.process].info.role == "rollout"
         # Not the growth: on a busy machine the thread takes its first sample late.
         assert counter.values[-1] == 3 * step
-    ray.kill(actor)
 
 
 def test_the_store_grows_by_the_objects_that_are_put() -> None:

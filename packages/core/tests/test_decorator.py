@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.core.tests.runs import spans_alone
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.process import failures as guard
 from stepscope._recording.session.profiler_windows import Windows
@@ -33,8 +34,7 @@ Spans = Callable[[], list[Span]]
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    """Return a configuration that captures every step and profiles no role: only spans are recorded."""
-    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"*": {"profiler": "off"}})
+    return spans_alone(tmp_path)
 
 
 @pytest.fixture

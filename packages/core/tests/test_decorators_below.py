@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import spans_alone
 from stepscope import ProfileConfig, capture, configure, instrument, profile_step, span
 from stepscope._recording.instrument import patch
 from stepscope._recording.spans import scopes
@@ -33,7 +34,7 @@ Spans = Callable[[], list[Span]]
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"*": {"profiler": "off"}})
+    return spans_alone(tmp_path)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from packages.core.tests.runs import manifest_of
 from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineCapture, actor_call
 from stepscope.engines.actor_call import ActorLine, CallFailedError
@@ -135,8 +136,7 @@ async def test_a_trace_that_stayed_on_another_host_is_partial_and_says_where_it_
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"rollout": {"ranks": "all"}})
     async with capture(1, engines=[Elsewhere(FakeEngine())], config=config) as cap:
         pass
-    manifest = cap.result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(cap.result)
     (item,) = [item for part in manifest.processes for item in part.expected if item.name == "replica 0"]
     assert item.state == "partial"
     assert f"other-host, below {RunLayout(tmp_path).step(1).root} " in str(item.reason)

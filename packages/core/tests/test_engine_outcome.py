@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.core.tests.runs import manifest_of
 from stepscope import ProfileConfig, capture
 from stepscope.backends.counters import CounterSource
 from stepscope.engines import waiting
@@ -76,8 +77,7 @@ async def test_an_engine_that_ran_nothing_is_whole_without_a_file(tmp_path: Path
     config = ProfileConfig(save_path=tmp_path, steps="1")
     async with capture(1, engines=Idle(FakeEngine()), config=config) as cap:
         pass
-    manifest = cap.result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(cap.result)
     (replica,) = (item for part in manifest.processes for item in part.expected if item.kind == "engine")
     assert (replica.state, replica.idle, len(replica.notes)) == ("ok", True, 1)
     cap.result.raise_for_missing()
@@ -125,8 +125,7 @@ async def test_a_window_opens_when_so_many_requests_run_and_else_says_why_not(
         while most == 9 and not engine.recordings:
             assert time.monotonic() < until
             await asyncio.sleep(0.001)
-    manifest = cap.result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(cap.result)
     (replica,) = (item for part in manifest.processes for item in part.expected if item.kind == "engine")
     assert (replica.state, bool(replica.artifacts)) == (state, said is None)
     assert said is None or said in " ".join((*replica.notes, replica.reason or ""))

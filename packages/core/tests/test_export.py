@@ -1,7 +1,4 @@
-"""Recordings become files: whole or not at all, never in the way.
-
-Above 400 lines, because all of it goes through `Submission`.
-"""
+"""Recordings become files: whole or not at all, never in the way."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.core.tests.runs import handling
 from stepscope._recording.process import exports
 from stepscope._recording.process.exports import Exporter, ExportResult
 from stepscope.backends import PendingArtifact
@@ -256,11 +254,8 @@ class TestProcess:
             signal.raise_signal(signal.SIGUSR1)
 
         monkeypatch.setattr(exporter._queue, "start", interrupted)
-        before = signal.signal(signal.SIGUSR1, lambda *_: drained.append(exporter.drain(30)))
-        try:
+        with handling(signal.SIGUSR1, lambda *_: drained.append(exporter.drain(30))):
             done = Submission(exporter, tmp_path / "a.json")
-        finally:
-            signal.signal(signal.SIGUSR1, before)
         assert drained == [[]]
         assert done.path.is_file()
 

@@ -1,7 +1,4 @@
-"""Hooks and `finish.command`: run once, after the files, beside the training; what goes wrong is recorded.
-
-One file above 400 lines: hooks and the command answer the same questions.
-"""
+"""Hooks and `finish.command`: run once, after the files, beside the training; what goes wrong is recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,24 +17,18 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from packages.core.tests.runs import manifest_of, outcomes
 from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import exports, shutdown
 from stepscope._recording.session import pipeline, programs
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import Expectation, Manifest, awaited
+from stepscope.files.manifest import Expectation, awaited
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    pipeline.end("the test ended", 30, patient=False)
-    pipeline.artifact_hooks.clear()
-    pipeline.capture_hooks.clear()
-    pipeline._failed.clear()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def a_config(tmp_path: Path, **settings: object) -> ProfileConfig:
@@ -62,12 +53,6 @@ def drain() -> None:
     assert not exports.exporter().drain(60)
     assert not pipeline._hooks.drain(60)
     assert not pipeline._commands.drain(60)
-
-
-def outcomes(result: CaptureResult) -> dict[str, Expectation]:
-    assert result.path is not None
-    manifest = msgspec.json.decode((result.path / "manifest.json").read_bytes(), type=Manifest)
-    return {item.name: item for part in manifest.processes for item in part.expected}
 
 
 def log_of(result: CaptureResult) -> str:
@@ -97,8 +82,7 @@ def test_each_artifact_is_told_with_its_sidecar_and_the_capture_once_after_them(
 
     @on_capture
     def whole(result: CaptureResult) -> None:
-        manifest = result.manifest()
-        assert manifest is not None
+        manifest = manifest_of(result)
         told.append(manifest.state)
 
     on_capture(whole)  # a second time is no second call
@@ -216,8 +200,7 @@ def test_the_command_runs_once_a_capture_and_knows_what_was_captured(tmp_path: P
         "RANK": "0",
         "PID": str(os.getpid()),
     }
-    manifest = result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(result)
     assert known["STEPSCOPE_RUN_ID"] == manifest.run_id
     assert outcomes(result)["finish command"] == Expectation(name="finish command", kind="after", state="ok")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packages.core.tests.actors import end
+from packages.core.tests.runs import manifest_of, outcomes, until
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope._recording.capture import readiness
 from stepscope._recording.capture.prepare import before_first_step
@@ -36,69 +38,55 @@ class Replica:
 
 
 def test_an_engines_actor_records_spans_and_leaves_the_profiler_to_the_engine(
-    ray_cluster: None, tmp_path: Path
+    remote: Callable[..., Any], tmp_path: Path
 ) -> None:
-    handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
+    handles = [remote(Replica) for _ in range(2)]
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"*": {"ranks": "all"}})
     ray.get([handle.__ray_ready__.remote() for handle in handles])  # longer than 30 s on a busy machine
-    try:
-        # One of the two is also given as a worker; both are recorded once, and in the same way.
-        workers, engines = {"policy": handles[0]}, [RayRollout(handle) for handle in handles]
-        with capture(1, workers=workers, engines=engines, config=config) as cap:
-            ray.get([handle.generate.remote() for handle in handles])
-        cap.result.raise_for_missing()
-        manifest = cap.result.manifest()
-        assert manifest is not None
-        parts = {part.process.role: part for part in manifest.processes if not part.owner}
-        assert {role: part.process.replica for role, part in parts.items()} == {"policy": 0, "rollout": 1}
-        for part in parts.values():
-            assert part.spans >= 1
-            states = {item.name: item for item in part.expected}
-            assert states["torch trace"].state == "skipped"
-            assert "the engine in" in str(states["torch trace"].reason)
-        (owner,) = [part for part in manifest.processes if part.owner]
-        replicas = {item.name: item.state for item in owner.expected if item.name.startswith("replica")}
-        assert replicas == {"replica 0": "ok", "replica 1": "ok"}
-    finally:
-        for handle in handles:
-            ray.kill(handle)
+    # One of the two is also given as a worker; both are recorded once, and in the same way.
+    workers, engines = {"policy": handles[0]}, [RayRollout(handle) for handle in handles]
+    with capture(1, workers=workers, engines=engines, config=config) as cap:
+        ray.get([handle.generate.remote() for handle in handles])
+    cap.result.raise_for_missing()
+    manifest = manifest_of(cap.result)
+    parts = {part.process.role: part for part in manifest.processes if not part.owner}
+    assert {role: part.process.replica for role, part in parts.items()} == {"policy": 0, "rollout": 1}
+    for part in parts.values():
+        assert part.spans >= 1
+        states = {item.name: item for item in part.expected}
+        assert states["torch trace"].state == "skipped"
+        assert "the engine in" in str(states["torch trace"].reason)
+    replicas = {name: item.state for name, item in outcomes(manifest).items() if name.startswith("replica")}
+    assert replicas == {"replica 0": "ok", "replica 1": "ok"}
 
 
 def test_prepare_pays_the_first_start_on_every_worker(
-    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    remote: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
+    handles = [remote(Replica) for _ in range(2)]
     roles = {"actr": {"ranks": "all"}, "actor": {"ranks": "all"}, "*": {"ranks": "first"}}
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles=roles)
-    try:
+    prepare(workers={"actor": handles}, config=config)
+    assert "roles.actr matched" in caplog.text
+    assert "roles.actor matched" not in caplog.text
+    assert not RunLayout(tmp_path).steps()
+    end(handles[1])
+    with pytest.raises(CaptureError, match=r"actor\[1\] .*died"):
         prepare(workers={"actor": handles}, config=config)
-        assert "roles.actr matched" in caplog.text
-        assert "roles.actor matched" not in caplog.text
-        assert not RunLayout(tmp_path).steps()
-        end(handles[1])
-        with pytest.raises(CaptureError, match=r"actor\[1\] .*died"):
-            prepare(workers={"actor": handles}, config=config)
-    finally:
-        for handle in handles:
-            ray.kill(handle)
 
 
 def test_prepare_reaches_every_worker_of_a_run_that_is_only_triggered(
-    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    remote: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
+    handles = [remote(Replica) for _ in range(2)]
     config = ProfileConfig(save_path=tmp_path, roles={"atcor": {"ranks": "all"}, "*": {"ranks": "first"}})
-    try:
-        prepare(workers={"actor": handles}, config=config)
-        assert "roles.atcor matched" in caplog.text
-        assert not RunLayout(tmp_path).steps()
-        end(handles[1])
-        prepare(workers={"actor": handles}, config=config)
-        assert "capture on request" in caplog.text
-        assert "actor[1] Actor(Replica" in caplog.text
-    finally:
-        for handle in handles:
-            ray.kill(handle)
+    prepare(workers={"actor": handles}, config=config)
+    assert "roles.atcor matched" in caplog.text
+    assert not RunLayout(tmp_path).steps()
+    end(handles[1])
+    prepare(workers={"actor": handles}, config=config)
+    assert "capture on request" in caplog.text
+    assert "actor[1] Actor(Replica" in caplog.text
 
 
 class Starting:
@@ -117,23 +105,20 @@ class Starting:
 
 
 def test_an_unedited_program_is_not_held_for_a_worker_that_starts(
-    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    remote: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(readiness, "PATIENCE_S", 1.0)
     monkeypatch.setattr("stepscope._recording.process.identity._prepared_in", 0)
     config = ProfileConfig(save_path=tmp_path / "run", steps=[1], roles={"*": {"ranks": "all"}})
     ready = tmp_path / "ready"
-    handle: Any = ray.remote(num_cpus=0)(Starting).remote(ready)
-    try:
-        began = time.monotonic()
-        before_first_step(config, {"agent_loop": [handle]}, None, "trainer")
-        assert time.monotonic() - began < config.budget.fanout_seconds / 2
-        assert "cannot work" not in caplog.text
-        ready.touch()
-        ray.get(handle.__ray_ready__.remote())
-        until = time.monotonic() + 60
-        while not ray.get(handle.has_started_kineto.remote()) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert ray.get(handle.has_started_kineto.remote())
-    finally:
-        ray.kill(handle)
+    handle = remote(Starting, ready)
+    began = time.monotonic()
+    before_first_step(config, {"agent_loop": [handle]}, None, "trainer")
+    assert time.monotonic() - began < config.budget.fanout_seconds / 2
+    assert "cannot work" not in caplog.text
+    ready.touch()
+    ray.get(handle.__ray_ready__.remote())
+    until(lambda: ray.get(handle.has_started_kineto.remote()), 60)

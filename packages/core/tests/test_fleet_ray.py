@@ -14,7 +14,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ import msgspec
 import pytest
 
 from packages.core.tests.actors import end
+from packages.core.tests.runs import manifest_of, spans_alone, step_of, until
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope._recording.capture import omissions
@@ -36,9 +37,8 @@ from stepscope._recording.process import failures
 from stepscope._recording.spans import slot
 from stepscope.backends.torch import backend as torch_backend
 from stepscope.errors import ConfigError
-from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart
-from stepscope.files.manifest_parts import fold, read_parts
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import ProcessPart
 from stepscope.files.spans import Line, Open
 
 ray = pytest.importorskip("ray")
@@ -100,22 +100,14 @@ def crew(ray_cluster: None) -> Iterator[dict[str, list[Any]]]:
 
 
 @pytest.fixture
-def victim() -> Iterator[Any]:
+def victim(remote: Callable[..., Any]) -> Any:
     """Provide an actor that may be killed, and comes back once."""
-    actor = make(max_restarts=1)
-    yield actor
-    ray.kill(actor)
+    return remote(Trainer, max_restarts=1)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    """Return a configuration that captures every step and profiles no role: only spans are recorded."""
-    return ProfileConfig(
-        save_path=str(tmp_path / "run"),
-        steps=["every:1"],
-        roles={"*": {"profiler": "off"}},
-        budget={"fanout_seconds": 20},
-    )
+    return spans_alone(tmp_path / "run", budget={"fanout_seconds": 20})
 
 
 @pytest.fixture
@@ -127,22 +119,12 @@ def stop_of(request: StartRequest) -> StopRequest:
     return StopRequest(capture_id=request.capture_id)
 
 
-def step_of(config: ProfileConfig, step: int) -> StepLayout:
-    return RunLayout(config.save_path).step(step)
-
-
-def manifest_of(config: ProfileConfig, step: int) -> Manifest:
-    return fold(read_parts(step_of(config, step))[0])
-
-
 def own(cap: Capture) -> ProcessPart:
-    manifest = cap.result.manifest()
-    assert manifest is not None
-    return next(part for part in manifest.processes if part.owner)
+    return next(part for part in manifest_of(cap.result).processes if part.owner)
 
 
 def workers_of(config: ProfileConfig, step: int) -> list[ProcessPart]:
-    return [part for part in manifest_of(config, step).processes if not part.owner]
+    return [part for part in manifest_of(step_of(config, step)).processes if not part.owner]
 
 
 def spans_below(config: ProfileConfig, step: int) -> list[str]:
@@ -195,18 +177,16 @@ class Unnamed:
         return 1
 
 
-def test_a_method_without_a_role_has_the_one_that_the_capture_gives_its_actor(config: ProfileConfig) -> None:
-    named, nameless = make(Unnamed), make(Unnamed)
-    try:
-        for step, workers, role in ((1, {"critic": named}, "critic"), (2, [nameless], "worker")):
-            with capture(step, workers=workers, config=config):
-                ray.get([actor.update.remote() for actor in (named, nameless)])
-            (file,) = step_of(config, step).spans.glob(f"{role}_*.jsonl")
-            lines = msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-            assert [(line.role, line.stage) for line in lines if isinstance(line, Open)] == [(role, "update")]
-    finally:
-        ray.kill(named)
-        ray.kill(nameless)
+def test_a_method_without_a_role_has_the_one_that_the_capture_gives_its_actor(
+    config: ProfileConfig, remote: Callable[..., Any]
+) -> None:
+    named, nameless = remote(Unnamed), remote(Unnamed)
+    for step, workers, role in ((1, {"critic": named}, "critic"), (2, [nameless], "worker")):
+        with capture(step, workers=workers, config=config):
+            ray.get([actor.update.remote() for actor in (named, nameless)])
+        (file,) = step_of(config, step).spans.glob(f"{role}_*.jsonl")
+        lines = msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
+        assert [(line.role, line.stage) for line in lines if isinstance(line, Open)] == [(role, "update")]
 
 
 def test_an_actor_with_several_handles_takes_part_once(ray_cluster: None, config: ProfileConfig) -> None:
@@ -357,10 +337,7 @@ async def test_a_worker_killed_during_a_capture_is_missing_and_its_spans_are_rea
 
 
 def _await_span(config: ProfileConfig, stage: str) -> None:
-    until = time.monotonic() + 20
-    while stage not in spans_below(config, 1):
-        assert time.monotonic() < until
-        time.sleep(0.02)  # another process writes the file
+    until(lambda: stage in spans_below(config, 1))  # another process writes the file
 
 
 async def test_an_actor_that_restarted_is_missing_and_takes_part_again(
@@ -453,7 +430,7 @@ def test_cancelled_at_any_await_a_capture_leaves_no_worker_recording(
         cancelled.run(recorded(step))
         assert not any(ray.get([actor.captured.remote() for (actor,) in workers.values()])), suspension
         if step in RunLayout(config.save_path).steps():
-            parts = manifest_of(config, step).processes
+            parts = manifest_of(step_of(config, step)).processes
             assert all(part.closed is not None for part in parts), suspension
             assert "closing" not in {item.pending for part in parts for item in part.expected}, suspension
             (owner,) = (part for part in parts if part.owner)

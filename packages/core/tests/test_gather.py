@@ -2,7 +2,7 @@
 and what they recorded comes home.
 
 `/proc/self/cwd/run` is a folder of its own in each process that has a working directory of its own, so these
-hosts are processes. `tests/two_hosts.py` has two hosts. One file above 400 lines: all cases share them.
+hosts are processes. `tests/two_hosts.py` has two hosts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from packages.core.tests.actors import end
+from packages.core.tests.runs import manifest_of, outcomes
 from stepscope import ProfileConfig, capture, profile_step, request_capture
 from stepscope._recording.capture import on_demand
 from stepscope._recording.capture.files import CapturedFiles
@@ -33,7 +34,7 @@ from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.files.storage import Arrival
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -107,10 +108,10 @@ def hosts(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-def mortal(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
-    host = start(tmp_path, "host-m")
-    yield host
-    ray.kill(host)
+def mortal(remote: Callable[..., Any], tmp_path: Path) -> Any:
+    host = remote(Host, str(tmp_path / "host-m"), "host-m")
+    ray.get(host.update.remote())
+    return host
 
 
 @pytest.fixture
@@ -160,6 +161,11 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
     return cap.result
 
 
+def listening() -> on_demand.Listener:
+    assert on_demand._listener is not None
+    return on_demand._listener
+
+
 def drain() -> None:
     """Finish the work after a capture, and the work at the end of the process."""
     steps.flush()
@@ -198,9 +204,7 @@ def test_a_request_at_the_owners_reaches_hosts_that_do_not_see_it_and_their_file
     (trace,) = step.traces.rglob("*.json.gz")
     assert "host-c" in trace.name
     assert not any("control" in path for path in ray.get(hosts["host-b"].files.remote()))
-    listener = on_demand._listener
-    assert listener is not None
-    listener._write()
+    listening()._write()
     (answer,) = read_listening(RunLayout(here))
     assert answer.answers[request].steps == [0]
     assert list(answer.answers[request].others.values()) == ["began", "began"]
@@ -227,9 +231,7 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
     assert (RunLayout(here).step(0).root / file).exists()
     assert Path(file).name in seen
     assert not part_of(manifest, "host-b").recorded  # the request names the rollout alone
-    listener = on_demand._listener
-    assert listener is not None
-    others = listener._answers[request].others
+    others = listening()._answers[request].others
     assert [others["replica 0"], others["replica 1"]] == ["began", "began"]
 
 
@@ -242,9 +244,7 @@ def test_a_request_for_one_replica_leaves_the_other_alone_and_says_so(
     owner = next(part for part in manifest.processes if part.owner)
     states = {item.name: item.state for item in owner.expected if item.name.startswith("replica")}
     assert states == {"replica 0": "ok", "replica 1": "skipped"}
-    listener = on_demand._listener
-    assert listener is not None
-    others = listener._answers[request].others
+    others = listening()._answers[request].others
     assert others["replica 0"] == "began"
     assert "first rank" in others["replica 1"]
 
@@ -292,8 +292,7 @@ def test_traces_that_do_not_fit_stay_there_and_the_spans_come(
     monkeypatch.setattr(budget, "over_budget", lambda _: "budget.free_mb: 0 MB are free")
     result = alone(config.replace(roles={"actor": {"ranks": "all"}}), hosts["host-c"])
     assert any("host-c: " in line and "free_mb" in line for line in problems(result))
-    manifest = result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(result)
     assert part_of(manifest, "host-c").recorded
 
 
@@ -348,7 +347,7 @@ def test_what_nobody_fetches_is_not_kept_for_it(config: ProfileConfig, hosts: di
 
 
 def test_an_engines_files_that_its_worker_fetches_make_its_replica_whole(
-    here: str, config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_time(line: object, step_dir: str, artifacts: object) -> dict[str, str]:
         return {f"{LEFT_BEHIND}host-d": "the call was given up"}
@@ -358,16 +357,11 @@ def test_an_engines_files_that_its_worker_fetches_make_its_replica_whole(
     chosen = config.replace(steps=[0], roles={"rollout": {"ranks": "all"}})
     with capture(0, engines=[RayRollout(hosts["host-d"], fake_engine)], config=chosen) as cap:
         pass
-
-    def replica() -> Expectation:
-        manifest = cap.result.manifest()
-        assert manifest is not None
-        owner = next(part for part in manifest.processes if part.owner)
-        return next(item for item in owner.expected if item.name == "replica 0")
-
-    assert (replica().state, list(replica().ignored)) == ("partial", ["artifacts on host-d"])
+    replica = outcomes(cap.result)["replica 0"]
+    assert (replica.state, list(replica.ignored)) == ("partial", ["artifacts on host-d"])
     assert not problems(cap.result)
-    assert (replica().state, replica().reason, replica().ignored) == ("ok", None, {})
+    replica = outcomes(cap.result)["replica 0"]
+    assert (replica.state, replica.reason, replica.ignored) == ("ok", None, {})
 
 
 def test_what_is_here_stays_so_when_it_is_asked_for_again(

@@ -1,7 +1,4 @@
-"""Entries of every kind: what a call of each records, and what it reads from the call.
-
-One file above 400 lines, because all kinds are tested on one framework.
-"""
+"""Entries of every kind: what a call of each records, and what it reads from the call."""
 
 from __future__ import annotations
 

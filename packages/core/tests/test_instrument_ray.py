@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import spans_alone
 from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig, capture, instrument
 from stepscope._recording.instrument import configured
-from stepscope._recording.process import failures
 from stepscope._recording.spans import layers, wrapping
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
@@ -170,23 +170,18 @@ def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, d
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[ProfileConfig]:
-    entries = [
-        ("Base.update", "actor"),
-        ("Base.kind", "actor"),
-        ("AsyncWorker.generate", "rollout"),
-        ("Decorated.update", "critic"),
-        ("Decorated.score", "reward"),
-    ]
-    listed: list[dict[str, object]] = [
-        {"module": "rayframework", "name": name, "role": role} for name, role in entries
-    ]
-    forward = {"module": "rayframework", "name": "Base.forward", "role": "ref", "where": {"kind": "ref"}}
-    yield ProfileConfig(
-        save_path=tmp_path / "run",
-        steps="every:1",
-        roles={"*": {"profiler": "off"}},
-        instrument=[*listed, forward, {**forward, "role": "actor", "where": {}}],
-    )
+    roles = {
+        "Base.update": "actor",
+        "Base.kind": "actor",
+        "AsyncWorker.generate": "rollout",
+        "Decorated.update": "critic",
+        "Decorated.score": "reward",
+        "Base.forward": "actor",
+    }
+    entries: list[dict[str, object]] = [{"name": name, "role": role} for name, role in roles.items()]
+    entries.insert(0, {"name": "Base.forward", "role": "ref", "where": {"kind": "ref"}})
+    listed = [{"module": "rayframework", **entry} for entry in entries]
+    yield spans_alone(tmp_path / "run", instrument=listed)
     configured.apply(ProfileConfig())
 
 
@@ -195,88 +190,68 @@ def spans(config: ProfileConfig, step: int) -> list[tuple[str | None, str]]:
 
 
 def test_actors_that_live_already_are_instrumented_by_the_first_capture(
-    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
+    framework: tuple[Any, dict[str, Any]], config: ProfileConfig, remote: Callable[..., Any]
 ) -> None:
     module, environment = framework
-    plain = ray.remote(module.Base).options(runtime_env=environment).remote()
-    coroutine = ray.remote(module.AsyncWorker).options(runtime_env=environment).remote()
-    decorated = module.Decorated.options(runtime_env=environment).remote()
-    workers = [plain, coroutine, decorated]
+    kinds = (module.Base, module.AsyncWorker, module.Decorated)
+    plain, coroutine, decorated = (remote(kind, runtime_env=environment) for kind in kinds)
     calls = [plain.update, plain.kind, coroutine.generate, decorated.update, decorated.score]
     before = ray.get([call.remote() for call in calls])
-    try:
-        for step in (1, 2):
-            with capture(step, config=config, workers=workers):
-                assert ray.get([call.remote() for call in calls]) == before == [2, "plain", 2, 3, 4]
-            assert spans(config, step) == [
-                ("actor", "forward"),
-                ("actor", "kind"),
-                ("actor", "update"),
-                ("critic", "update"),
-                ("reward", "score"),
-                ("rollout", "generate"),
-            ]
-    finally:
-        for worker in workers:
-            ray.kill(worker)
+    for step in (1, 2):
+        with capture(step, config=config, workers=[plain, coroutine, decorated]):
+            assert ray.get([call.remote() for call in calls]) == before == [2, "plain", 2, 3, 4]
+        assert spans(config, step) == [
+            ("actor", "forward"),
+            ("actor", "kind"),
+            ("actor", "update"),
+            ("critic", "update"),
+            ("reward", "score"),
+            ("rollout", "generate"),
+        ]
 
 
 def test_trajectories_of_an_unedited_async_actor_make_the_long_tail(
-    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
+    framework: tuple[Any, dict[str, Any]], config: ProfileConfig, remote: Callable[..., Any]
 ) -> None:
     module, environment = framework
-    run: dict[str, object] = {"module": "rayframework", "name": "AgentLoop.run", "kind": "trajectory"}
-    run |= {"id": "uid", "values": {"turns": "len(result)"}}
-    turn: dict[str, object] = {"module": "rayframework", "name": "AgentLoop.generate", "kind": "turn"}
-    config = config.replace(instrument=[run, turn])
-    actor = ray.remote(module.AgentLoop).options(runtime_env=environment).remote()
-    try:
-        for step in (6, 7):  # the first capture meets an actor that nothing has instrumented
-            with capture(step, config=config, workers={"agent_loop": actor}):
-                assert ray.get([actor.run.remote(turns, uid=f"q{turns}") for turns in (1, 2, 3)])
-            tail = step_report(load_step(Path(config.save_path) / f"step_{step:06d}")).long_tail
-            assert tail is not None
-            assert tail.trajectories == 3
-            assert {row.trajectory for row in tail.worst} == {"q1", "q2", "q3"}
-            assert [(spread.stage, spread.calls) for spread in tail.spreads] == [
-                ("trajectory", 3),
-                ("turn", 6),
-            ]
-    finally:
-        ray.kill(actor)
+    run = {"name": "AgentLoop.run", "kind": "trajectory", "id": "uid", "values": {"turns": "len(result)"}}
+    turn = {"name": "AgentLoop.generate", "kind": "turn"}
+    listed: list[dict[str, object]] = [{"module": "rayframework", **entry} for entry in (run, turn)]
+    config = config.replace(instrument=listed)
+    actor = remote(module.AgentLoop, runtime_env=environment)
+    for step in (6, 7):  # the first capture meets an actor that nothing has instrumented
+        with capture(step, config=config, workers={"agent_loop": actor}):
+            assert ray.get([actor.run.remote(turns, uid=f"q{turns}") for turns in (1, 2, 3)])
+        tail = step_report(load_step(Path(config.save_path) / f"step_{step:06d}")).long_tail
+        assert tail is not None
+        assert tail.trajectories == 3
+        assert {row.trajectory for row in tail.worst} == {"q1", "q2", "q3"}
+        calls = [(spread.stage, spread.calls) for spread in tail.spreads]
+        assert calls == [("trajectory", 3), ("turn", 6)]
 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_each_shape_of_actor_class_has_each_call_recorded(
-    shapes: dict[str, Any], tmp_path: Path, live: bool
+    shapes: dict[str, Any], tmp_path: Path, live: bool, remote: Callable[..., Any]
 ) -> None:
     """Ray copied all of them but one before their functions were replaced, and sends these copies."""
-    named = {**NAMED, "Later": "Base.f"}
-    config = ProfileConfig(
-        save_path=tmp_path / "run",
-        steps="every:1",
-        roles={"*": {"profiler": "off"}},
-        instrument=[
-            {"module": _module(shape), "name": name, "role": shape.lower(), "stage": "f"}
-            for shape, name in named.items()
-        ]
-        + [{"module": "rayshapes", "name": "Base.g", "role": "inherits", "stage": "g"}],
-    )
+    listed = [
+        {"module": _module(shape), "name": name, "role": shape.lower(), "stage": "f"}
+        for shape, name in {**NAMED, "Later": "Base.f"}.items()
+    ]
+    inherited = {"module": "rayshapes", "name": "Base.g", "role": "inherits", "stage": "g"}
+    config = spans_alone(tmp_path / "run", instrument=[*listed, inherited])
     if not live:
         configured.apply(config)
     classes = {**shapes, "Later": shapes["Later"]()}
-    actors = {shape.lower(): cls.remote() for shape, cls in classes.items()}
-    try:
-        ray.get([actor.__ray_ready__.remote() for actor in actors.values()])  # ten of them start slowly
-        if live:
+    actors = {shape.lower(): remote(cls) for shape, cls in classes.items()}
+    ray.get([actor.__ray_ready__.remote() for actor in actors.values()])  # ten of them start slowly
+    if live:
+        assert ray.get([actor.f.remote() for actor in actors.values()]) == [1] * len(actors)
+    for step in (1, 2):
+        with capture(step, config=config, workers=actors):
             assert ray.get([actor.f.remote() for actor in actors.values()]) == [1] * len(actors)
-        for step in (1, 2):
-            with capture(step, config=config, workers=actors):
-                assert ray.get([actor.f.remote() for actor in actors.values()]) == [1] * len(actors)
-            assert spans(config, step) == sorted([*((role, "f") for role in actors), ("inherits", "g")])
-    finally:
-        for actor in actors.values():
-            ray.kill(actor)
+        assert spans(config, step) == sorted([*((role, "f") for role in actors), ("inherits", "g")])
 
 
 def _module(shape: str) -> str:
@@ -323,29 +298,24 @@ class Importer:
         return str(trainer()._calculate_rewards())
 
 
+@pytest.mark.usefixtures("in_production")
 def test_a_name_that_only_workers_miss_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    remote: Callable[..., Any],
 ) -> None:
     folder = write_stale_trl(tmp_path / "modules")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     monkeypatch.delenv("RANK", raising=False)
-    failures.take()
     paths = ":".join([str(folder), str(Path(__file__).parents[3]), *filter(None, sys.path)])
     environment = {"env_vars": {"PYTHONPATH": paths, "STEPSCOPE_RAISE": "0"}}
-    actors = [ray.remote(Importer).options(runtime_env=environment).remote() for _ in range(2)]
-    config = ProfileConfig(
-        save_path=tmp_path / "run", steps="every:1", roles={"*": {"profiler": "off"}}, instrument=["trl"]
-    )
-    try:
-        for step in (1, 2):
-            with capture(step, config=config, workers={"actor": actors}):
-                assert ray.get([actor.train.remote() for actor in actors]) == ["_calculate_rewards"] * 2
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        configured.apply(ProfileConfig())
-        failures.take()
+    actors = [remote(Importer, runtime_env=environment) for _ in range(2)]
+    config = spans_alone(tmp_path / "run", instrument=["trl"])
+    for step in (1, 2):
+        with capture(step, config=config, workers={"actor": actors}):
+            assert ray.get([actor.train.remote() for actor in actors]) == ["_calculate_rewards"] * 2
+    configured.apply(ProfileConfig())
     assert "trl.trainer.grpo_trainer" not in sys.modules
     (line,) = (line for line in caplog.messages if "'GRPOTrainer._generate'" in line)
     assert "0.29.0 to 1.16.0 (9.9 is" in line

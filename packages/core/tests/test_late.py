@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.core.tests.runs import spans_alone
 from stepscope import ProfileConfig, capture
 from stepscope._recording.process import exports
 from stepscope._recording.session import pipeline
@@ -55,11 +56,8 @@ async def until(happened: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    return ProfileConfig(
-        save_path=tmp_path,
-        steps="0:10",
-        roles={"rollout": {"ranks": "all"}},
-        budget={"fanout_seconds": 0.2},
+    return spans_alone(
+        tmp_path, steps="0:10", roles={"rollout": {"ranks": "all"}}, budget={"fanout_seconds": 0.2}
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import manifest_of, outcomes
 from stepscope import ProfileConfig, capture, flush, prepare, span
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import failures, identity
@@ -58,10 +59,7 @@ def captured(config: ProfileConfig, **given: Any) -> CaptureResult:
 
 
 def item(result: CaptureResult, name: str) -> Expectation:
-    manifest = result.manifest()
-    assert manifest is not None
-    (outcome,) = [item for part in manifest.processes for item in part.expected if item.name == name]
-    return outcome
+    return outcomes(result)[name]
 
 
 def codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, bool]:
@@ -193,8 +191,7 @@ def test_a_rank_that_is_left_out_on_purpose_is_not_missing(
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         result = captured(config, workers={})
-        manifest = result.manifest()
-        assert manifest is not None
+        manifest = manifest_of(result)
         assert not [
             entry for part in manifest.processes for entry in part.expected if entry.name == "profiler"
         ]

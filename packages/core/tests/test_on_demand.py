@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.core.tests.runs import at_once, handling, manifest_of, python, step_of, until
 from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, request_capture
 from stepscope._recording.capture import configure as run_module
@@ -30,7 +31,6 @@ from stepscope._recording.process import identity
 from stepscope.config import RoleConfig
 from stepscope.errors import CaptureError, ConfigError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
 from stepscope.files.requests import (
     Answer,
     Listening,
@@ -66,10 +66,13 @@ def train(config: ProfileConfig, steps: range) -> None:
             pass
 
 
+def listening() -> on_demand.Listener:
+    assert on_demand._listener is not None
+    return on_demand._listener
+
+
 def answer(request: str) -> Answer:
-    listener = on_demand._listener
-    assert listener is not None
-    return listener._answers[request]
+    return listening()._answers[request]
 
 
 def ask(config: ProfileConfig, steps: str = "next", *, next_run: bool = True, **other: object) -> str:
@@ -127,14 +130,9 @@ def test_what_is_asked_wrongly_is_a_config_error_and_nothing_is_written(config: 
 
 
 def test_two_requests_at_once_are_both_kept(config: ProfileConfig) -> None:
-    threads = [threading.Thread(target=ask, args=(config, str(step))) for step in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {request.steps for request in read_requests(RunLayout(config.save_path).control)} == set(
-        "01234567"
-    )
+    at_once(8, lambda step: ask(config, str(step)))
+    requests = read_requests(RunLayout(config.save_path).control)
+    assert {request.steps for request in requests} == set("01234567")
 
 
 # Hearing ----------------------------------------------------------------------------------------------------
@@ -228,9 +226,7 @@ def test_ranks_that_each_open_captures_agree_on_the_next_step(
 def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: ProfileConfig) -> None:
     train(config, range(3))
     assert not Path(config.save_path).exists()
-    listener = on_demand._listener
-    assert listener is not None
-    listener._write()
+    listening()._write()
     (process,) = read_listening(RunLayout(config.save_path))
     assert (process.pid, process.step) == (os.getpid(), 2)
 
@@ -238,9 +234,7 @@ def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: Pro
 def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(1))
     request = ask(config)
-    wait_for(
-        lambda: any(request in process.answers for process in read_listening(RunLayout(config.save_path)))
-    )
+    until(lambda: any(request in process.answers for process in read_listening(RunLayout(config.save_path))))
     (process,) = read_listening(RunLayout(config.save_path))
     assert (process.pid, process.step, process.answers[request].state) == (os.getpid(), 0, "heard")
 
@@ -279,8 +273,7 @@ import os, signal, sys, stepscope
 stepscope.configure(save_path=sys.argv[1], control={"requests": False})
 os.kill(os.getpid(), signal.SIGUSR1)
 """
-    over = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)
-    assert over.returncode == -signal.SIGUSR1
+    python(program, tmp_path / "run", status=-signal.SIGUSR1)
 
 
 def test_a_handler_that_python_does_not_know_of_stays(tmp_path: Path) -> None:
@@ -290,14 +283,13 @@ faulthandler.register(signal.SIGUSR1)
 stepscope.configure(save_path=sys.argv[1])
 os.kill(os.getpid(), signal.SIGUSR1)
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "run")]
-    over = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "recent call first" in over.stderr
+    assert "recent call first" in python(program, tmp_path / "run")
 
 
 @pytest.mark.needs("ray")
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_that_took_part_survives_the_signal(config: ProfileConfig) -> None:
+def test_a_worker_that_took_part_survives_the_signal(
+    config: ProfileConfig, remote: Callable[..., Any]
+) -> None:
     import ray
 
     class Worker:
@@ -305,51 +297,33 @@ def test_a_worker_that_took_part_survives_the_signal(config: ProfileConfig) -> N
             os.kill(os.getpid(), signal.SIGUSR1)
             return os.getpid()
 
-    worker: Any = ray.remote(num_cpus=0)(Worker).remote()
+    worker = remote(Worker)
     with capture(7, workers={"actor": worker}, config=config.replace(steps=[7])):
         pass
     assert ray.get(worker.signalled.remote()) == ray.get(worker.signalled.remote())
-    ray.kill(worker)
 
 
-def test_a_handler_of_the_users_stays(tmp_path: Path, config: ProfileConfig) -> None:
+def test_a_handler_of_the_users_stays(config: ProfileConfig) -> None:
     heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
-    try:
+    with handling(signal.SIGUSR1, lambda number, _: heard.append(number)):
         train(config, range(1))
         os.kill(os.getpid(), signal.SIGUSR1)
         train(config, range(1, 3))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert heard == [signal.SIGUSR1]
     assert steps_of(config) == []
 
 
 @pytest.mark.needs("ray")
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_workers_of_a_requested_step_take_part(config: ProfileConfig) -> None:
-    import ray
-
+def test_the_workers_of_a_requested_step_take_part(config: ProfileConfig, remote: Callable[..., Any]) -> None:
     class Worker:
         def update(self) -> int:
             return 1
 
-    workers: list[Any] = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(2)]
     ask(config, ranks="all")
-    with capture(7, workers={"actor": workers}, config=config):
+    with capture(7, workers={"actor": [remote(Worker), remote(Worker)]}, config=config):
         pass
-    for worker in workers:
-        ray.kill(worker)
-    file = RunLayout(config.save_path).step(7).manifest
-    manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
+    manifest = manifest_of(step_of(config, 7))
     assert sorted(part.process.role for part in manifest.processes) == ["actor", "actor", "trainer"]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 # Hostile files ----------------------------------------------------------------------------------------------
@@ -407,7 +381,7 @@ def test_a_claim_that_is_no_number_is_not_believed(tmp_path: Path) -> None:
 
 def test_the_command_says_who_heard(config: ProfileConfig, command: Command) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(3))
-    wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
+    until(lambda: read_listening(RunLayout(config.save_path)) != [])
     shown = command("trigger", config.save_path, "--steps", "9", "--roles", "actor", "--wait", "20")
     assert "asked: request" in shown.err
     assert "heard" in shown.out
@@ -440,10 +414,10 @@ def test_a_run_that_has_just_begun_is_waited_for(tmp_path: Path, capsys: pytest.
 
 def test_a_request_that_is_missed_exits_with_3_and_says_why(config: ProfileConfig, command: Command) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(5))
-    wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
+    until(lambda: read_listening(RunLayout(config.save_path)) != [])
     request = ask(config, "3")
     train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
-    wait_for(lambda: answer_of(config, request).state == "missed")
+    until(lambda: answer_of(config, request).state == "missed")
     assert "step 5 was reached" in command("trigger", "list", config.save_path, code=3).out
 
 
@@ -485,14 +459,10 @@ def test_no_poll_undoes_the_last_answers_of_a_process_that_exits(config: Profile
     config = config.replace(control={"poll_seconds": 0.001})
     train(config, range(1))
     request = ask(config, "9")
-    until = time.monotonic() + 20
-    while request not in on_demand._listener._answers:  # type: ignore[union-attr]  # the training made it
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    until(lambda: request in listening()._answers)
     on_demand._end_at_exit()
     time.sleep(0.1)  # a hundred polls, if any
-    (listening,) = read_listening(RunLayout(config.save_path))
-    assert listening.answers[request].state == "missed"
+    assert answer_of(config, request).state == "missed"
 
 
 @pytest.mark.slow

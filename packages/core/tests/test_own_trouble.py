@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from packages.core.tests.runs import manifest_of, spans_alone, until
 from stepscope import ProfileConfig, capture, flush, span
 from stepscope._recording.capture import on_demand
 from stepscope._recording.fanout.messages import StartRequest
@@ -30,17 +30,7 @@ from stepscope.files.values import attr_value
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    return ProfileConfig(
-        save_path=str(tmp_path / "run"),
-        steps="every:1",
-        roles={"rollout": {"ranks": "all", "profiler": "off"}},
-    )
-
-
-@pytest.fixture
-def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trouble is logged, as in a run: under pytest it is raised."""
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    return spans_alone(tmp_path / "run")
 
 
 def fail(error: BaseException) -> Callable[..., object]:
@@ -114,8 +104,7 @@ def test_spans_without_a_file_are_counted_and_do_not_pile_up(config: ProfileConf
         for _ in range(10):
             with span("lost"):
                 pass
-    manifest = cap.result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(cap.result)
     (part,) = manifest.processes
     assert (part.spans, part.dropped) == (0, 10)
     assert "File exists" in str(cap.result.problems())
@@ -130,10 +119,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
     with capture(1, config=config) as cap:
         pass
     monkeypatch.undo()
-    until = time.monotonic() + 20
-    while "has not run yet" in str(cap.result.manifest()):
-        assert time.monotonic() < until
-        os.sched_yield()
+    until(lambda: "has not run yet" not in str(cap.result.manifest()))
 
 
 def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config: ProfileConfig) -> None:
@@ -192,10 +178,7 @@ def test_a_listener_that_failed_once_goes_on(config: ProfileConfig, monkeypatch:
         patch.setattr(on_demand, "write_listening", full)
         capture(0, config=config)
         assert failed.wait(60)
-    until = time.monotonic() + 60
-    while not list(layout.listeners.glob("*.json")):
-        assert time.monotonic() < until
-        os.sched_yield()
+    until(lambda: list(layout.listeners.glob("*.json")), 60)
 
 
 # Values and names.

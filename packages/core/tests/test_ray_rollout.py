@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,14 +110,11 @@ def rollout(actor: Any, replica: int | None = None) -> RayRollout:
 
 
 @pytest.fixture(scope="module", params=["sync", "threaded", "async"])
-def pair(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[list[Any]]:
+def pair(request: pytest.FixtureRequest, ray_cluster: None) -> list[Any]:
     """Two actors of one kind."""
     kind = AsyncRollout if request.param == "async" else Rollout
     options = {"max_concurrency": 4} if request.param == "threaded" else {}
-    actors = [ray.remote(kind).options(**options).remote() for _ in range(2)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
+    return [make(kind, **options) for _ in range(2)]
 
 
 class TestRayRollout(EngineConformance):
@@ -198,10 +195,8 @@ def make(kind: type, **options: Any) -> Any:
 
 
 @pytest.fixture
-def actor() -> Iterator[Any]:
-    handle = make(Rollout, max_restarts=1)
-    yield handle
-    ray.kill(handle)
+def actor(remote: Callable[..., Any]) -> Any:
+    return remote(Rollout, max_restarts=1)
 
 
 async def test_an_async_actors_engine_is_driven_on_the_actors_own_loop(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch._utils import ExceptionWrapper
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from packages.core.tests.runs import at_once, manifest_of, python, standing_recorder, until
 from packages.report.tests.commands import Command
 from stepscope import (
     ProfileConfig,
@@ -52,11 +54,12 @@ from stepscope.engines import passes
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Ending, Manifest
-from stepscope.files.manifest_parts import fold, read_parts
+from stepscope.files.manifest import Ending
+from stepscope.files.manifest_parts import read_parts
 from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.steps import StepLine, read_step_lines
+from stepscope.testing.backend_conformance import in_child
 from stepscope_report import StepReport, step_report
 from stepscope_report.cli import run
 from stepscope_report.html.step_page import render_step
@@ -100,29 +103,22 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
 
 def drained(folder: Path) -> RunLayout:
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert recorder.drain(30)
     recorder.is_hurried = False
     return RunLayout(folder)
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
+def written_on_request(folder: Path) -> RunLayout:
+    """Ask for the last step, and return the folder of the run once the step is written."""
+    request_capture(last=1, save_path=folder)
+    until(lambda: RunLayout(folder).steps())
+    return drained(folder)
 
 
 def holds(whole_ns: int, part_s: float) -> bool:
     """Return whether a time holds a part of it that another clock call measured, and hardly more."""
     return 0 <= whole_ns - 1e9 * part_s + 1e3 < 2e8
-
-
-def manifest_of(layout: RunLayout, step: int) -> Manifest:
-    parts, unreadable = read_parts(layout.step(step))
-    assert unreadable == {}
-    return fold(parts)
 
 
 def report_of(layout: RunLayout, step: int) -> StepReport:
@@ -146,7 +142,7 @@ def test_a_slow_step_is_written_with_the_one_before_it(tmp_path: Path, lengths: 
     times = steps_of(config, lengths, 17)
     layout = drained(tmp_path)
     assert list(layout.steps()) == [14, 15]
-    manifest = manifest_of(layout, 15)
+    manifest = manifest_of(layout.step(15))
     assert manifest.problems() == []
     assert manifest.state == "ok"
     assert manifest.recorder is not None
@@ -166,7 +162,7 @@ def test_the_rank_whose_step_was_slow_is_named(tmp_path: Path) -> None:
     for step in range(14):
         with capture(step, config=config, rank=3, role="actor"):
             time.sleep(0.3 if step == 13 else 0.005)
-    recorder = manifest_of(drained(tmp_path), 13).recorder
+    recorder = manifest_of(drained(tmp_path).step(13)).recorder
     assert recorder is not None
     assert recorder.reason.startswith("step 13 of actor ")
     assert "rank 3: it took 0.3" in recorder.reason
@@ -234,7 +230,7 @@ def test_a_slow_step_of_a_short_kind_is_found_beside_a_longer_kind(tmp_path: Pat
         drained(tmp_path)  # the stages of the steps before are known
     layout = drained(tmp_path)
     assert list(layout.steps()) == [36]
-    recorder = manifest_of(layout, 36).recorder
+    recorder = manifest_of(layout.step(36)).recorder
     assert recorder is not None
     assert "of 9 steps" in recorder.reason
 
@@ -278,7 +274,7 @@ def test_the_step_after_a_slow_one_is_captured_on_request(tmp_path: Path) -> Non
     assert slow == 15
     (request,) = read_requests(layout.control)
     assert request.because == "step 15 was slow"
-    assert manifest_of(layout, captured).recorder is None
+    assert manifest_of(layout.step(captured)).recorder is None
 
 
 def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,7 +362,7 @@ def test_a_step_without_progress_is_written_while_it_runs(tmp_path: Path) -> Non
     config = config_in(tmp_path, recorder={"hang_seconds": 0.3, "last": 1})
     layout = RunLayout(tmp_path)
     with capture(7, config=config), trajectory("t-1"), span("search", role="env"):
-        assert until(lambda: any(layout.step(7).processes.glob("*.json")))
+        until(lambda: any(layout.step(7).processes.glob("*.json")))
         drained(tmp_path)
         report = report_of(layout, 7)
     assert report.health.recorder is not None
@@ -383,7 +379,7 @@ def test_somebody_asks_for_the_last_steps(tmp_path: Path) -> None:
     steps_of(config, {}, 8)
     request = request_capture(last=3, save_path=tmp_path)
     layout = RunLayout(tmp_path)
-    assert until(lambda: len(layout.steps()) == 3)
+    until(lambda: len(layout.steps()) == 3)
     drained(tmp_path)
     assert list(layout.steps()) == [5, 6, 7]
     listening = on_demand._listener
@@ -402,15 +398,14 @@ def test_the_passes_of_an_engine_are_in_the_step_that_nobody_captured(
     engine = TorchRolloutProfiler(replica=0)
     for step in range(3):
         with capture(step, engines=[engine], config=config):
-            assert until(lambda: passes.current() is not None)
+            until(lambda: passes.current() is not None)
             log = passes.current()
             assert log is not None
             for number in range(4 + step):
                 began_ns = time.monotonic_ns()
                 log.note(began_ns, began_ns + 1, "decode", {f"{step} {number}": 1}, [1], running=1, waiting=0)
             noted[step] = [f"{step} {number}" for number in range(4 + step)]
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert recorder.write_last(3) == [0, 1, 2]
     layout = drained(tmp_path)
     found = {step: load_step(layout.step(step).root).passes for step in noted}
@@ -426,8 +421,7 @@ def test_the_passes_of_an_engine_are_in_the_step_that_nobody_captured(
 def test_a_step_that_runs_is_not_written_as_one_that_ended(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     times = steps_of(config, {}, 2)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     with capture(2, config=config):
         assert recorder.write_last(3) == [0, 1]
     assert recorder.write_last(3) == [2]
@@ -515,7 +509,7 @@ def test_a_capture_in_between_loses_nothing(tmp_path: Path) -> None:
     steps_of(config, {}, 3)
     request_capture(last=3, save_path=tmp_path)
     layout = RunLayout(tmp_path)
-    assert until(lambda: len(layout.steps()) == 3)
+    until(lambda: len(layout.steps()) == 3)
     drained(tmp_path)
     for step in range(3):
         report = report_of(layout, step)
@@ -562,12 +556,11 @@ def test_a_step_has_the_calls_that_ran_when_it_began(tmp_path: Path, captured: l
                     for thread in threads:
                         thread.start()
                     at[0].set()
-                    assert until(lambda: standing_still_in("attempt"))
+                    until(lambda: standing_still_in("attempt"))
                 if step == 2:
                     at[1].set()
-                    assert until(lambda: not standing_still_in("tool"))
-    recorder = standing.standing()
-    assert recorder is not None
+                    until(lambda: not standing_still_in("tool"))
+    recorder = standing_recorder()
     assert {"serve", "trajectory"} <= {call.stage for call in recorder.state().spans}
     if not captured:
         assert recorder.write_last(2) == [2, 3]
@@ -618,9 +611,7 @@ def test_a_carrier_names_the_step_that_is_in_memory(tmp_path: Path) -> None:
         assert (carried["captured"], carried["step"]) == (4, 4)
         with attach(carried), span("tool", role="env"):
             pass
-    request_capture(last=1, save_path=tmp_path)
-    assert until(lambda: bool(RunLayout(tmp_path).steps()))
-    drained(tmp_path)
+    written_on_request(tmp_path)
     timeline = load_step(RunLayout(tmp_path).step(4).root)
     parents = {span.stage: span.parent for span in timeline.spans}
     assert parents["generate"] is None
@@ -634,11 +625,8 @@ def test_memory_is_bounded_and_what_went_is_named(tmp_path: Path) -> None:
         for _ in range(room + 10):
             with span("token", role="rollout"):
                 pass
-    request_capture(last=1, save_path=tmp_path)
-    layout = RunLayout(tmp_path)
-    assert until(lambda: bool(layout.steps()))
-    drained(tmp_path)
-    (problem,) = manifest_of(layout, 0).problems()
+    layout = written_on_request(tmp_path)
+    (problem,) = manifest_of(layout.step(0)).problems()
     assert "spans: partial: " in problem
     assert problem.endswith("memory_mb is 1")
     assert len(load_step(layout.step(0).root).spans) == room
@@ -658,8 +646,7 @@ def test_what_goes_while_a_step_is_written_is_not_missing_in_it(
 
     steps_of(config, {}, 1)
     monkeypatch.setattr(lines, "encoded_spans", encode)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert recorder.write_last(1) == [0]
     assert began.wait(20)
     with capture(1, config=config):
@@ -667,7 +654,7 @@ def test_what_goes_while_a_step_is_written_is_not_missing_in_it(
             with span("token", role="rollout"):
                 pass
     goes_on.set()
-    assert manifest_of(drained(tmp_path), 0).problems() == []
+    assert manifest_of(drained(tmp_path).step(0)).problems() == []
 
 
 def test_steps_that_are_to_be_written_stay_while_the_loop_goes_on(tmp_path: Path) -> None:
@@ -682,20 +669,19 @@ def test_steps_that_are_to_be_written_stay_while_the_loop_goes_on(tmp_path: Path
     goes_on.set()
     layout = drained(tmp_path)
     for step in (1, 2):
-        assert manifest_of(layout, step).problems() == []
+        assert manifest_of(layout.step(step)).problems() == []
         assert [span.stage for span in load_step(layout.step(step).root).spans] == ["generate"]
 
 
 def test_counters_that_had_gone_are_named(tmp_path: Path) -> None:
     config = config_in(tmp_path, recorder={"triggers": []})
     with capture(0, config=config):
-        recorder = standing.standing()
-        assert recorder is not None
+        recorder = standing_recorder()
         sampler = recorder.sampler
         assert sampler is not None
         sampler.since_ns = time.monotonic_ns()
     recorder.write_last(1)
-    (problem,) = manifest_of(drained(tmp_path), 0).problems()
+    (problem,) = manifest_of(drained(tmp_path).step(0)).problems()
     assert "counters: partial: " in problem
 
 
@@ -717,8 +703,7 @@ def test_steps_beyond_keep_steps_go(tmp_path: Path) -> None:
     config = config_in(tmp_path, recorder={"keep_steps": 3, "triggers": []})
     steps_of(config, {}, 10)
     drained(tmp_path)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert len(recorder.log) == 3
     assert [step.number for step in recorder.steps.last(10)] == [7, 8, 9]
 
@@ -729,11 +714,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     steps_of(config_in(tmp_path, recorder={"triggers": []}), {}, 2)
     monkeypatch.setattr(write, "write_atomic", refuse)
-    request_capture(last=1, save_path=tmp_path)
-    layout = RunLayout(tmp_path)
-    assert until(lambda: bool(layout.steps()))
-    drained(tmp_path)
-    spans, counters = manifest_of(layout, 1).problems()
+    layout = written_on_request(tmp_path)
+    spans, counters = manifest_of(layout.step(1)).problems()
     assert "failed: OSError: [Errno 28]" in spans
     assert "failed: OSError: [Errno 28]" in counters
 
@@ -741,11 +723,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     steps_of(config_in(tmp_path), {}, 1)
     assert slot.active is not None
-    child = os.fork()
-    if child == 0:
-        os._exit(len([kept for kept in (slot.active, standing.standing()) if kept is not None]))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert in_child(lambda: slot.active is standing.standing() is None)
 
 
 def test_without_a_folder_it_keeps_steps_and_writes_nothing(
@@ -757,8 +735,7 @@ def test_without_a_folder_it_keeps_steps_and_writes_nothing(
         raise ValueError("no batch")
     with capture(4, config=config):
         pass
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert [recorded.stage for recorded in recorder.log.copy().spans] == ["update"]
     drained(tmp_path)
     assert on_demand._listener is not None
@@ -767,7 +744,7 @@ def test_without_a_folder_it_keeps_steps_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
     request_capture(last=2)  # the program names the steps itself
     layout = RunLayout(tmp_path / "outputs" / "profile")
-    assert until(lambda: list(layout.steps()) == [3, 4])
+    until(lambda: list(layout.steps()) == [3, 4])
 
 
 def test_switched_off_it_does_not_start(tmp_path: Path) -> None:
@@ -794,17 +771,31 @@ for step in range(int(sys.argv[2])):
 """
 
 
+@contextmanager
+def ranks(folder: Path, program: str, steps: int, number: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a program as so many ranks of one run."""
+    own = {"WORLD_SIZE": str(number), "STEPSCOPE_RUN_ID": "feed0001"}
+    command = [sys.executable, "-c", program, str(folder), str(steps)]
+    with ExitStack() as running:
+        yield [
+            running.enter_context(
+                subprocess.Popen(
+                    command, stdout=-1, stderr=-1, text=True, env={**os.environ, **own, "RANK": str(rank)}
+                )
+            )
+            for rank in range(number)
+        ]
+
+
 def test_sigterm_writes_the_step_that_runs(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), "4"], stdout=subprocess.PIPE, text=True
-    ) as program:
+    with ranks(tmp_path, PROGRAM, 4, 1) as (program,):
         assert program.stdout is not None
         assert program.stdout.readline() == "last\n"
         program.send_signal(signal.SIGTERM)
         assert program.wait(30) == -signal.SIGTERM
     layout = RunLayout(tmp_path)
     assert list(layout.steps()) == [2, 3]
-    manifest = manifest_of(layout, 3)
+    manifest = manifest_of(layout.step(3))
     assert manifest.recorder is not None
     assert manifest.recorder.trigger == "signal"
     assert manifest.processes[0].ended_by == "signal"
@@ -812,42 +803,23 @@ def test_sigterm_writes_the_step_that_runs(tmp_path: Path) -> None:
 
 def test_processes_of_one_run_write_the_same_steps(tmp_path: Path) -> None:
     """Each rank of torchrun bounds steps of its own: what one orders, all write."""
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path), "6"],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "STEPSCOPE_RUN_ID": "feed0001"},
-        )
-        for rank in range(2)
-    ]
-    try:
+    with ranks(tmp_path, PROGRAM, 6, 2) as programs:
         for program in programs:
             assert program.stdout is not None
             program.stdout.readline()
         request_capture(last=3, save_path=tmp_path)
-        layout = RunLayout(tmp_path)
-        assert until(
-            lambda: all(len(list(layout.step(step).processes.glob("[!.]*.json"))) == 2 for step in (2, 3, 4))
-        )
-    finally:
-        for program in programs:
-            program.kill()
-            program.communicate()
+        steps = [RunLayout(tmp_path).step(step) for step in (2, 3, 4)]
+        try:
+            until(lambda: all(len(list(step.processes.glob("[!.]*.json"))) == 2 for step in steps))
+        finally:
+            for program in programs:
+                program.kill()
 
 
 @pytest.mark.slow
 def test_one_of_the_ranks_that_write_a_step_logs_it(tmp_path: Path) -> None:
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.replace("(60 if", "(no_such_name if"), str(tmp_path), "4"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "STEPSCOPE_RUN_ID": "feed0001"},
-        )
-        for rank in range(2)
-    ]
-    logged = "".join(program.communicate(timeout=60)[1] for program in programs)
+    with ranks(tmp_path, PROGRAM.replace("(60 if", "(no_such_name if"), 4, 2) as programs:
+        logged = "".join(program.communicate(timeout=60)[1] for program in programs)
     assert logged.count("NameError: name 'no_such_name' is not defined\n") == 2
     assert [logged.count(f"step {step} is on record") for step in (2, 3)] == [1, 1]
 
@@ -873,10 +845,7 @@ def test_counters_between_captures_are_written_with_the_step(
         while time.process_time() < burnt + 0.5:  # on a busy machine longer, and with more samples
             pass
         share = 100 * (time.process_time() - burnt) / (time.monotonic() - began)
-    request_capture(last=1, save_path=tmp_path)
-    layout = RunLayout(tmp_path)
-    assert until(lambda: bool(layout.steps()))
-    drained(tmp_path)
+    layout = written_on_request(tmp_path)
     report = report_of(layout, 1)
     assert report.counters is not None
     (cpu,) = [row for row in report.counters.rows if row.name == "process CPU"]
@@ -889,8 +858,7 @@ def test_a_step_that_is_written_at_once_has_samples_up_to_its_end(tmp_path: Path
     """The next sample would come within a second. Until then nobody knows whether a thread lacked a core."""
     config = config_in(tmp_path, recorder={"triggers": []})
     steps_of(config, {}, 2)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert recorder.write_last(1) == [1]
     timeline = load_step(drained(tmp_path).step(1).root)
     (cpu,) = [counter for counter in timeline.counters if counter.name == "process CPU"]
@@ -899,29 +867,17 @@ def test_a_step_that_is_written_at_once_has_samples_up_to_its_end(tmp_path: Path
 
 def test_counters_are_off_where_the_configuration_says_so(tmp_path: Path) -> None:
     steps_of(config_in(tmp_path, counters={"hz": 0}), {}, 1)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     assert recorder.sampler is None
 
 
 def test_triggers_at_once_write_each_step_once(tmp_path: Path) -> None:
     steps_of(config_in(tmp_path), {}, 8)
-    recorder = standing.standing()
-    assert recorder is not None
-    barrier = threading.Barrier(8)
-
-    def fire(number: int) -> None:
-        barrier.wait()
-        recorder.write_last(number)
-
-    threads = [threading.Thread(target=fire, args=(number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    recorder = standing_recorder()
+    at_once(8, lambda number: recorder.write_last(number + 1))
     layout = drained(tmp_path)
     assert list(layout.steps()) == list(range(8))
-    assert all(len(manifest_of(layout, step).processes) == 1 for step in range(8))
+    assert all(len(manifest_of(layout.step(step)).processes) == 1 for step in range(8))
 
 
 KILLED = """
@@ -940,9 +896,8 @@ standing.standing().drain(60)
 
 
 def test_a_process_killed_while_it_writes_leaves_the_truth(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    python(KILLED, tmp_path, status=-signal.SIGKILL)
     layout = RunLayout(tmp_path)
-    (problem,) = manifest_of(layout, 0).problems()
+    (problem,) = manifest_of(layout.step(0)).problems()
     assert "spans: missing: " in problem
     assert not list(layout.step(0).spans.glob("[!.]*"))  # no half of a file

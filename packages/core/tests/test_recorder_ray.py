@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import standing_recorder
 from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
 from stepscope._recording.fanout.ray_fleet import Worker
 from stepscope._recording.recorder import standing
@@ -76,12 +77,10 @@ class Trainer:
 
 
 @pytest.fixture
-def actors(ray_cluster: None) -> Iterator[list[Any]]:
-    made = [ray.remote(Trainer).remote() for _ in range(2)]
+def actors(remote: Callable[..., Any]) -> list[Any]:
+    made = [remote(Trainer) for _ in range(2)]
     ray.get([actor.recorded.remote() for actor in made])
-    yield made
-    for actor in made:
-        ray.kill(actor)
+    return made
 
 
 def config_in(folder: Path, recorder: Mapping[str, object] = {}, **settings: object) -> ProfileConfig:
@@ -110,9 +109,7 @@ def await_recorders(actors: list[Any]) -> None:
 
 
 def drained() -> None:
-    recorder = standing.standing()
-    assert recorder is not None
-    assert recorder._work.drain(60) == []
+    assert standing_recorder()._work.drain(60) == []
 
 
 def test_a_slow_step_holds_what_its_actors_did(
@@ -163,8 +160,7 @@ def test_clocks_of_other_hosts_are_measured_at_first_and_with_the_step(
         monkeypatch.setattr(f"stepscope._recording.{module}.gethostname", lambda: "elsewhere")
     config = config_in(tmp_path, recorder={"triggers": []})
     step_of(config, 0, actors, (0.01, 0.01))
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     while recorder.measure is None:
         time.sleep(0.02)
     step_of(config, 1, actors, (0.05, 0.05))
@@ -184,8 +180,7 @@ def test_a_jump_of_the_wall_clock_moves_no_span(tmp_path: Path, actors: list[Any
     config = config_in(tmp_path, recorder={"triggers": []})
     step_of(config, 0, actors, (0.01, 0.01))
     await_recorders(actors)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     try:
         with capture(1, config=config), span("train", role="trainer"):
             ray.get([actor.update.remote(0.1, carrier()) for actor in actors])
@@ -257,8 +252,7 @@ def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> No
     config = config_in(tmp_path, control={"poll_seconds": POLL_S}, recorder={"triggers": ["exception"]})
     step_of(config, 0, actors, (0.01, 0.01))
     await_recorders(actors)
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = standing_recorder()
     while len(recorder.workers) < 2:
         time.sleep(0.02)
     with pytest.raises(RuntimeError, match="out of data"), capture(1, config=config):
@@ -272,23 +266,19 @@ def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> No
     assert "missing: it began" in problem
 
 
-def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> None:
-    workers = [ray.remote(Trainer).options(num_cpus=0.1).remote() for _ in range(4)]
+def test_the_actor_that_hangs_is_named(tmp_path: Path, remote: Callable[..., Any]) -> None:
+    workers = [remote(Trainer) for _ in range(4)]
     config = config_in(tmp_path)
-    try:
-        step_of(config, 0, workers, (0.01,) * 4)
-        await_recorders(workers)
-        with capture(1, config=config), span("train", role="trainer"):
-            for actor in workers[:2] + workers[3:]:
-                actor.update.remote(30, carrier())
-            workers[2].hang.remote(carrier())
-            time.sleep(0.5)  # until the calls are under way
-            began = time.monotonic()
-            answer = why(ask(RunLayout(tmp_path), 10))
-            took = time.monotonic() - began
-    finally:
-        for actor in workers:
-            ray.kill(actor)
+    step_of(config, 0, workers, (0.01,) * 4)
+    await_recorders(workers)
+    with capture(1, config=config), span("train", role="trainer"):
+        for actor in workers[:2] + workers[3:]:
+            actor.update.remote(30, carrier())
+        workers[2].hang.remote(carrier())
+        time.sleep(0.5)  # until the calls are under way
+        began = time.monotonic()
+        answer = why(ask(RunLayout(tmp_path), 10))
+        took = time.monotonic() - began
     assert took < 2
     assert answer.silent == ()
     first = [answer.calls[index] for index in answer.culprits]
@@ -342,11 +332,8 @@ def sampled_profiler(engine: object, replica: int) -> SampledProfiler:
 
 
 @pytest.fixture
-def replicas(ray_cluster: None) -> Iterator[list[Any]]:
-    made = [ray.remote(Replica).remote() for _ in range(2)]
-    yield made
-    for replica in made:
-        ray.kill(replica)
+def replicas(remote: Callable[..., Any]) -> list[Any]:
+    return [remote(Replica) for _ in range(2)]
 
 
 def test_the_recorder_of_a_replicas_actor_samples_its_engine(tmp_path: Path, replicas: list[Any]) -> None:

@@ -7,11 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packages.core.tests.runs import manifest_of
+from stepscope import ProfileConfig, capture
 from tests.tree import ROOT
 
 EVERYTHING = """
@@ -118,35 +121,23 @@ def test_a_command_that_would_record_says_why_it_does_not(words: list[str], tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_in_which_it_is_off_is_skipped(tmp_path: Path, ray_cluster: None) -> None:
+def test_a_worker_in_which_it_is_off_is_skipped(tmp_path: Path, remote: Callable[..., Any]) -> None:
     import ray
-
-    from stepscope import ProfileConfig, capture
 
     class Worker:
         def update(self) -> int:
             return 1
 
-    environment: Any = {"env_vars": {"STEPSCOPE_DISABLE": "1"}}
-    remote: Any = ray.remote
-    worker = remote(Worker).options(runtime_env=environment).remote()
+    worker = remote(Worker, runtime_env={"env_vars": {"STEPSCOPE_DISABLE": "1"}})
     config = ProfileConfig(
-        save_path=tmp_path / "run",
-        steps=[1],
-        roles={"actor": {"ranks": "all"}},
-        torch={"activities": ["cpu"]},
+        save_path=tmp_path, steps=[1], roles={"actor": {"ranks": "all"}}, torch={"activities": ["cpu"]}
     )
-    try:
-        with capture(1, config=config, workers={"actor": worker}) as cap:
-            assert ray.get(worker.update.remote()) == 1
-        cap.result.raise_for_missing()
-        manifest = cap.result.manifest()
-        assert manifest is not None
-        (absent,) = (absent for part in manifest.processes for absent in part.absent)
-        assert absent.state == "skipped"
-        assert "STEPSCOPE_DISABLE" in str(absent.reason)
-    finally:
-        ray.kill(worker)
+    with capture(1, config=config, workers={"actor": worker}) as cap:
+        assert ray.get(worker.update.remote()) == 1
+    cap.result.raise_for_missing()
+    (absent,) = (absent for part in manifest_of(cap.result).processes for absent in part.absent)
+    assert absent.state == "skipped"
+    assert "STEPSCOPE_DISABLE" in str(absent.reason)
 
 
 # Without the package.

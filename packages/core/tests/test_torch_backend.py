@@ -1,7 +1,4 @@
-"""The torch backend, with real torch, where nothing can crash this process.
-
-One file above 400 lines, because starting Kineto is slow and its cases share one process.
-"""
+"""The torch backend, with real torch, where nothing can crash this process."""
 
 from __future__ import annotations
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from typing import Protocol
 import pytest
 import torch
 
+from packages.core.tests.runs import handling, python, spans_alone
 from stepscope import ProfileConfig, attach, capture, profile_step, span, trajectory, turn
 from stepscope._recording.spans import scopes
 from stepscope.errors import is_users, ours
@@ -66,16 +65,9 @@ def by_throwing() -> Callable[[], object]:
 
 @pytest.fixture(params=[by_signal, by_throwing])
 def interruption(request: pytest.FixtureRequest) -> Iterator[Interruption]:
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    # A partial in a class is a method from Python 3.14 on.
-    yield type("Interruption", (), {"__neg__": staticmethod(request.param())})()
-    signal.signal(signal.SIGALRM, before)
-
-
-def config_in(folder: Path) -> ProfileConfig:
-    return ProfileConfig.from_mapping(
-        {"steps": "every:1", "save_path": str(folder), "roles": {"*": {"profiler": "off"}}}
-    )
+    with handling(signal.SIGALRM, on_alarm):
+        # A partial in a class is a method from Python 3.14 on.
+        yield type("Interruption", (), {"__neg__": staticmethod(request.param())})()
 
 
 def spans_of(folder: Path, step: int = 0) -> list[dict[str, object]]:
@@ -103,7 +95,7 @@ def test_a_scope_that_an_exception_kept_from_being_left_ends_with_its_step(
     interruption: Interruption,
     tmp_path: Path,
 ) -> None:
-    config = config_in(tmp_path)
+    config = spans_alone(tmp_path)
     with span("around"), capture(0, config=config if captured else ProfileConfig()):
         before = scopes.current.get()
         with nullcontext() if above is None else trajectory(above):
@@ -117,7 +109,7 @@ def test_a_scope_that_an_exception_kept_from_being_left_ends_with_its_step(
 def test_an_error_ends_the_scopes_inside_of_the_one_that_it_leaves(
     interruption: Interruption, tmp_path: Path
 ) -> None:
-    with capture(0, config=config_in(tmp_path)):
+    with capture(0, config=spans_alone(tmp_path)):
         with pytest.raises(Timeout):
             with span("outer"):
                 with span("inner"):
@@ -128,7 +120,7 @@ def test_an_error_ends_the_scopes_inside_of_the_one_that_it_leaves(
 
 def test_a_capture_that_ends_elsewhere_leaves_the_scopes_there_alone(tmp_path: Path) -> None:
     with trajectory("one"):
-        captured = capture(0, config=config_in(tmp_path)).open()
+        captured = capture(0, config=spans_alone(tmp_path)).open()
     with trajectory("two"):
         inside = scopes.current.get()
         captured.close()
@@ -146,7 +138,7 @@ def test_an_async_scope_is_left_when_an_exception_comes_up_at_its_end(
                     _ = -interruption
         assert scopes.current.get() is None
 
-    with capture(0, config=config_in(tmp_path)):
+    with capture(0, config=spans_alone(tmp_path)):
         asyncio.run(work())
     assert ["Timeout" in str(record.get("error")) for record in spans_of(tmp_path)] == [True, True]
 
@@ -158,7 +150,7 @@ def test_a_decorated_call_is_left_when_an_exception_comes_up_at_its_end(
     def score() -> None:
         _ = -interruption
 
-    with capture(0, config=config_in(tmp_path)):
+    with capture(0, config=spans_alone(tmp_path)):
         with pytest.raises(Timeout):
             score()
         assert scopes.current.get() is None
@@ -203,14 +195,7 @@ print(json.dumps([fired, caught]))
 
 @between_instructions
 def test_every_timeout_of_a_reward_reaches_it_and_no_span_hangs_below_a_dead_one(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", ALARMS, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "STEPSCOPE_RAISE": "0"},
-        check=True,
-    )
-    fired, caught = json.loads(ran.stdout.splitlines()[-1])
+    fired, caught = json.loads(python(ALARMS, tmp_path, STEPSCOPE_RAISE="0").splitlines()[0])
     assert fired == caught > 0
     records = spans_of(tmp_path)
     tops = [record for record in records if record["stage"] == "generate"]
@@ -234,7 +219,7 @@ def test_what_is_thrown_into_a_thread_ends_its_work(tmp_path: Path) -> None:
         except Timeout:
             ended.append(scopes.current.get())
 
-    with capture(0, config=config_in(tmp_path)):
+    with capture(0, config=spans_alone(tmp_path)):
         for _ in range(100):
             thread = threading.Thread(target=work)
             thread.start()
@@ -248,8 +233,6 @@ def test_what_is_thrown_into_a_thread_ends_its_work(tmp_path: Path) -> None:
 
 
 def test_attributes_that_take_long_are_cut_short_by_a_timeout(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGALRM, on_alarm)
-
     class Slow:
         def __str__(self) -> str:
             signal.raise_signal(signal.SIGALRM)
@@ -262,21 +245,17 @@ def test_attributes_that_take_long_are_cut_short_by_a_timeout(tmp_path: Path) ->
     @profile_step(role="reward", attrs=attrs)  # type: ignore[arg-type]
     def score(batch: object) -> None: ...
 
-    try:
-        with capture(0, config=config_in(tmp_path)):
-            with pytest.raises(Timeout):
-                span("reward", attrs={"of": Slow()})  # type: ignore[dict-item]
-            with pytest.raises(Timeout):
-                score(1)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with handling(signal.SIGALRM, on_alarm), capture(0, config=spans_alone(tmp_path)):
+        with pytest.raises(Timeout):
+            span("reward", attrs={"of": Slow()})  # type: ignore[dict-item]
+        with pytest.raises(Timeout):
+            score(1)
 
 
 @pytest.mark.parametrize("during", ["start_trace", "stop_trace"])
 def test_a_timeout_that_hits_the_profiler_reaches_the_user(
     during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.signal(signal.SIGALRM, on_alarm)
     config = ProfileConfig.from_mapping({"steps": "every:1", "save_path": str(tmp_path)})
     alarms = [signal.SIGALRM]
     original = getattr(torch.profiler.profiler._KinetoProfile, during)
@@ -289,11 +268,8 @@ def test_a_timeout_that_hits_the_profiler_reaches_the_user(
         original(profile)
 
     monkeypatch.setattr(torch.profiler.profiler._KinetoProfile, during, interrupted)
-    try:
-        with pytest.raises(Timeout), capture(0, config=config):
-            torch.ones(2).sum()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with handling(signal.SIGALRM, on_alarm), pytest.raises(Timeout), capture(0, config=config):
+        torch.ones(2).sum()
     with capture(1, config=config) as captured:
         torch.ones(2).sum()
     assert captured.result.wait(60)
@@ -304,11 +280,8 @@ def test_a_timeout_that_hits_the_profiler_reaches_the_user(
 
 def raised(handler: Callable[..., object]) -> Callable[[], object]:
     def work() -> None:
-        before = signal.signal(signal.SIGALRM, handler)
-        try:
+        with handling(signal.SIGALRM, handler):
             signal.raise_signal(signal.SIGALRM)
-        finally:
-            signal.signal(signal.SIGALRM, before)
 
     return work
 

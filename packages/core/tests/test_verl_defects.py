@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from packages.core.tests.runs import manifest_of, outcomes, step_of
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.session import selection, session
 from stepscope._recording.spans import slot
@@ -21,8 +21,6 @@ from stepscope.backends import Backend, load_backend
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.engines import EngineCapture
 from stepscope.errors import BackendError, ConfigError
-from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Expectation, Manifest
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -41,12 +39,6 @@ def config_in(folder: Path, **settings: object) -> ProfileConfig:
     return ProfileConfig(save_path=str(folder), steps=[2, 3], **settings)  # type: ignore[arg-type]  # forms
 
 
-def outcomes(config: ProfileConfig, step: int) -> dict[str, Expectation]:
-    layout = RunLayout(config.save_path).step(step)
-    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    return {item.name: item for part in manifest.processes for item in part.expected}
-
-
 @pytest.mark.parametrize("tool", ["torch", "cuda_memory"])
 def test_v1_every_backend_has_all_that_is_called(tool: str) -> None:
     made = load_backend(tool, ProfileConfig())
@@ -62,7 +54,7 @@ def test_v2_a_leaked_start_does_not_disable_later_ones(tmp_path: Path, backend: 
     with capture(3, config=config) as cap:
         pass
     cap.result.raise_for_missing()
-    assert outcomes(config, 3)["fake trace"].state == "ok"
+    assert outcomes(step_of(config, 3))["fake trace"].state == "ok"
 
 
 @pytest.mark.parametrize("mode", ["continuous", "discrete"])
@@ -96,9 +88,9 @@ def test_v6_a_profiler_that_fails_is_in_the_manifest(tmp_path: Path, backend: Fa
     backend.fails_to_start = True
     with capture(2, config=config):
         pass
-    trace = outcomes(config, 2)["fake trace"]
+    trace = outcomes(step_of(config, 2))["fake trace"]
     assert (trace.state, str(trace.reason).partition(":")[0]) == ("failed", "BackendError")
-    assert outcomes(config, 2)["spans"].state == "ok"
+    assert outcomes(step_of(config, 2))["spans"].state == "ok"
 
 
 def test_v7_a_backend_that_lacks_a_method_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +133,14 @@ async def test_v16_engines_are_recorded_in_both_modes(
     config = config_in(tmp_path, mode=mode)
     async with capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]):
         pass
-    assert outcomes(config, 2)["replica 0"].state == "ok"
+    assert outcomes(step_of(config, 2))["replica 0"].state == "ok"
 
 
 async def test_v16_what_is_not_recorded_says_why(tmp_path: Path, backend: FakeBackend) -> None:
     config = config_in(tmp_path, roles={"actor": {"ranks": "all"}})
     async with capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]):
         pass
-    assert "role 'rollout'" in str(outcomes(config, 2)["replica 0"].reason)
+    assert "role 'rollout'" in str(outcomes(step_of(config, 2))["replica 0"].reason)
 
 
 def test_v13_what_another_nodes_disk_keeps_is_missing_by_name(tmp_path: Path, backend: FakeBackend) -> None:
@@ -157,8 +149,7 @@ def test_v13_what_another_nodes_disk_keeps_is_missing_by_name(tmp_path: Path, ba
         open_session = slot.active
         assert isinstance(open_session, session.Session)
         open_session.manifest_part.update(began={"actor_rank3_node1_pid7": "actor[3] Actor(Worker, 0123)"})
-    manifest = cap.result.manifest()
-    assert manifest is not None
+    manifest = manifest_of(cap.result)
     assert manifest.state == "missing"
     (line,) = [line for line in manifest.problems() if "actor[3]" in line]
     assert "does not share" in line

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.core.tests.runs import standing_recorder
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import on_demand
 from stepscope._recording.recorder import standing, steps
@@ -137,8 +138,7 @@ def test_a_run_that_goes_on_answers_with_its_counters(tmp_path: Path) -> None:
     settings = {"save_path": str(tmp_path), "record": "spans", "control": {"poll_seconds": 0.05}}
     config = ProfileConfig.from_mapping(settings)
     with capture(7, config=config):
-        recorder = standing.standing()
-        assert recorder is not None
+        recorder = standing_recorder()
         assert recorder.sampler is not None
         recorder.sampler.add("GPUs", lambda: [Gpus("GPU utilisation", "%", [93.0, 41.0])])
         view = look(RunLayout(tmp_path), 10)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 
+from packages.core.tests.runs import at_once, handling
 from stepscope.backends.process_lock import ProcessLock
 from stepscope.backends.window_thread import (
     MAIN,
@@ -76,11 +76,8 @@ def test_a_signal_handler_does_not_wait_for_what_it_interrupts(thread: WindowThr
         signal.raise_signal(signal.SIGUSR1)
         order.append("interrupted")
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
+    with handling(signal.SIGUSR1, handler):
         run_on(thread, interrupted)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert asked[0].wait(begin_s=30)
     assert order == ["interrupted", "handler"]
 
@@ -88,23 +85,14 @@ def test_a_signal_handler_does_not_wait_for_what_it_interrupts(thread: WindowThr
 class TestProcessLock:
     def test_one_of_many_threads_gets_it(self) -> None:
         lock = ProcessLock()
-        start = threading.Barrier(8)
         refused: list[Exception] = []
 
-        def race(number: int) -> Callable[[], None]:
-            def run() -> None:
-                start.wait()
-                try:
-                    lock.acquire(f"thread {number}")
-                except ProfilerBusyError as error:
-                    refused.append(error)
+        def take(number: int) -> None:
+            try:
+                lock.acquire(f"thread {number}")
+            except ProfilerBusyError as error:
+                refused.append(error)
 
-            return run
-
-        racing = [threading.Thread(target=race(number)) for number in range(8)]
-        for thread in racing:
-            thread.start()
-        for thread in racing:
-            thread.join()
+        at_once(8, take)
         assert len(refused) == 7
         assert lock.holder is not None

@@ -1,7 +1,4 @@
-"""The profiler's windows in a capture: continuous and discrete, and what becomes of a profiler's failures.
-
-One file above 400 lines: all of it drives one fake backend through whole captures.
-"""
+"""The profiler's windows in a capture: continuous and discrete, and what becomes of a profiler's failures."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ import msgspec
 import pytest
 
 import stepscope
+from packages.core.tests.runs import outcomes, step_of
 from stepscope import ProfileConfig, capture, prepare, profile_step, span
 from stepscope._recording.fanout import worker_side
 from stepscope._recording.session import selection, session
@@ -29,7 +27,6 @@ from stepscope.config import RoleConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation
-from stepscope.files.manifest_parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.fake_backend import FakeBackend
 
@@ -84,16 +81,12 @@ class Trainer:
 
 
 def outcome(config: ProfileConfig, name: str, step: int = 2) -> Expectation:
-    layout = RunLayout(config.save_path).step(step)
-    (outcome,) = [item for part in read_parts(layout)[0] for item in part.expected if item.name == name]
-    return outcome
+    return outcomes(step_of(config, step))[name]
 
 
 def traces(config: ProfileConfig, step: int = 2) -> list[dict[str, object]]:
-    layout = RunLayout(config.save_path).step(step)
-    return [
-        json.loads(gzip.decompress(path.read_bytes())) for path in sorted(layout.traces.rglob("*.json.gz"))
-    ]
+    paths = sorted(step_of(config, step).traces.rglob("*.json.gz"))
+    return [json.loads(gzip.decompress(path.read_bytes())) for path in paths]
 
 
 def test_continuous_is_one_trace_for_the_whole_capture(configure: Configure) -> None:

@@ -1,7 +1,4 @@
-"""Faults for a step: each strikes at one moment of it, and is undone after it.
-
-Above 400 lines: one function a fault.
-"""
+"""Faults for a step: each strikes at one moment of it, and is undone after it."""
 
 from __future__ import annotations
 
