@@ -51,8 +51,10 @@ def remote(ray_cluster: None) -> Iterator[Callable[..., Any]]:
     started: list[Any] = []
 
     def start(cls: Any, *arguments: Any, **options: Any) -> Any:
-        actor_class = cls if hasattr(cls, "remote") else ray.remote(cls)
-        started.append(actor_class.options(**{"num_cpus": 0, **options}).remote(*arguments))
+        actor = cls if hasattr(cls, "remote") else ray.remote(cls)
+        if hasattr(actor, "options"):  # or else the options of the actor are chosen already
+            actor = actor.options(**{"num_cpus": 0, **options})
+        started.append(actor.remote(*arguments))
         return started[-1]
 
     yield start

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from packages.core.tests.runs import importable, manifest_of, spans_alone
+from packages.core.tests.runs import importable, manifest_of, part_of, spans_alone
 from stepscope import ProfileConfig, capture, configure
 from stepscope._recording.instrument import step_boundaries
 from stepscope.files.layout import RunLayout
@@ -189,7 +189,7 @@ def test_an_exception_of_the_loop_passes_and_ends_the_step(
     with pytest.raises(ValueError, match="theirs"):
         loop.fit(3)
     assert spans() == {10: ["update"], 11: ["update"]}
-    assert "ValueError: theirs" in str(manifest_of(RunLayout(tmp_path / "run").step(11)))
+    assert part_of(RunLayout(tmp_path / "run").step(11)).error == "ValueError: theirs"
 
 
 def test_a_boundary_inside_a_call_around_is_a_part_of_its_step(framework: Build, spans: Spans) -> None:

@@ -52,19 +52,23 @@ def run(sampler: Sampler, source: Ticks, hz: float = 100) -> None:
     assert sampler.stop()
 
 
+def sampled(*sources: Ticks, hz: float = 100, **options: int) -> Sampler:
+    """Return the sampler of these sources, ended once the last of them had enough."""
+    sampler = Sampler({"own": lambda: sources}, **options)
+    run(sampler, sources[-1], hz)
+    return sampler
+
+
 def test_the_ring_keeps_the_latest() -> None:
     source = Ticks(enough=8)
-    sampler = Sampler({"own": lambda: [source]}, ticks=3)
-    run(sampler, source)
+    sampler = sampled(source, ticks=3)
     assert values(sampler, "ticks") == [source.last - 2, source.last - 1, source.last]
+    assert source.closed
 
 
 def test_the_rate_is_the_one_that_was_asked_for() -> None:
-    source = Ticks(enough=6)
-    sampler = Sampler({"own": lambda: [source]})
     began_ns = time.monotonic_ns()
-    run(sampler, source, hz=20)
-    ticks = sampler.between(0, 1 << 62)[:-1]  # the last one is that of the stop
+    ticks = sampled(Ticks(enough=6), hz=20).between(0, 1 << 62)[:-1]  # the last one is that of the stop
     late_ns = [tick.at_ns - began_ns - 50_000_000 * number for number, tick in enumerate(ticks)]
     assert min(late_ns) > -5_000_000  # none before it is due; on a busy machine all may be late
 
@@ -83,9 +87,8 @@ def test_a_running_sampler_changes_its_rate_and_a_stopped_one_starts_again() -> 
 
 
 def test_a_source_with_an_interval_is_asked_less_often() -> None:
-    often, seldom = Ticks(enough=20), Ticks("seldom", interval_s=3600)
-    sampler = Sampler({"own": lambda: [seldom, often]})
-    run(sampler, often)
+    seldom = Ticks("seldom", interval_s=3600)
+    sampled(seldom, Ticks(enough=20))
     assert seldom.last == 2  # at the first tick and at the last
 
 
@@ -107,11 +110,9 @@ class Broken(Ticks):
         return super().sample()
 
 
-def test_a_source_that_raises_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    source, broken = Ticks(), Broken("broken")
-    sampler = Sampler({"own": lambda: [broken, source]})
-    run(sampler, source)
+@pytest.mark.usefixtures("in_production")
+def test_a_source_that_raises_is_not_asked_again() -> None:
+    sampler = sampled(Broken("broken"), Ticks())
     assert values(sampler, "broken") == [1.0, 2.0]
     assert list(sampler.absent) == ["broken"]
 
@@ -123,9 +124,7 @@ class Odd(Ticks):
 
 
 def test_values_that_json_has_not_are_left_out() -> None:
-    source = Odd()
-    sampler = Sampler({"own": lambda: [source]})
-    run(sampler, source)
+    sampler = sampled(Odd())
     assert [series.of for series in sampler.series] == ["a", "b", "c"]
     assert sampler.between(0, 1 << 62)[0].values == {2: 1.235}
 
@@ -137,9 +136,7 @@ class Small(Ticks):
 
 
 def test_small_values_keep_four_digits_and_numbers_of_any_type_are_written() -> None:
-    source = Small()
-    sampler = Sampler({"own": lambda: [source]})
-    run(sampler, source)
+    sampler = sampled(Small())
     assert sampler.between(0, 1 << 62)[0].values == {0: 2.346e-05, 1: 0.1}
     assert sampler.means(0, 1 << 62)[sampler.series[0]] == 2.346e-05
 
@@ -162,9 +159,7 @@ def test_a_wrong_field_of_an_installed_counter_is_named(field: str, value: objec
 
 def test_series_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "MOST_SERIES", 2)
-    source = Ticks()
-    sampler = Sampler({"own": lambda: [Ticks("a"), Ticks("b"), source]})
-    run(sampler, source)
+    sampler = sampled(Ticks("a"), Ticks("b"), Ticks())
     assert [series.name for series in sampler.series] == ["a", "b"]
 
 

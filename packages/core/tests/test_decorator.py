@@ -325,42 +325,36 @@ async def acatching(log: list[str]) -> AsyncGenerator[int, int]:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_throw_close_and_abandonment_do_what_they_did(config: ProfileConfig, captured: bool) -> None:
-    log: list[str] = []
-    with capture(1 if captured else 0, config=config if captured else ProfileConfig(steps=[99])):
+    def begun() -> Generator[int, int, str]:
+        log.clear()
         generator = catching(log)
         next(generator)
+        return generator
+
+    log: list[str] = []
+    with capture(1, config=config if captured else ProfileConfig(steps=[99])):
+        generator = begun()
         assert generator.throw(ValueError("x")) == 2
         assert next(generator) == 1
         with pytest.raises(StopIteration, match="left"):
             generator.throw(KeyError())
         assert log == ["caught x", "finally"]
 
-        log.clear()
-        generator = catching(log)
-        next(generator)
-        with pytest.raises(TypeError, match="mine"):
-            generator.throw(TypeError("mine"))
-        with pytest.raises(StopIteration):
-            next(generator)
-        assert log == ["finally"]
+        for error in (TypeError("mine"), GeneratorExit()):
+            generator = begun()
+            with pytest.raises(type(error)) as raised:
+                generator.throw(error)
+            assert raised.value is error
+            with pytest.raises(StopIteration):
+                next(generator)
+            assert log == ["finally"]
 
-        log.clear()
-        generator = catching(log)
-        next(generator)
+        generator = begun()
         generator.close()
         generator.close()
         assert log == ["finally"]
 
-        log.clear()
-        generator = catching(log)
-        next(generator)
-        with pytest.raises(GeneratorExit):
-            generator.throw(GeneratorExit)
-        assert log == ["finally"]
-
-        log.clear()
-        generator = catching(log)
-        next(generator)
+        generator = begun()
         del generator
         assert log == ["finally"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -414,23 +413,6 @@ def test_an_objects_own_errors_stay_out_of_the_call(
         agent.play(batch=Broken())
     assert spans()[0].attrs is None
     assert "RuntimeError: not yet" in caplog.text
-
-
-def test_names_are_cut(framework: Entries, spans: Spans) -> None:
-    agent = framework(TOOL, {"name": "Agent.play", "kind": "trajectory", "id": "uid"}).Agent()
-    with capture(0):
-        asyncio.run(agent.call_tool({"name": "x" * 1000}))
-        agent.play(uid="y" * 1000)
-    tool, trajectory = spans()
-    assert (tool.stage, trajectory.trajectory) == ("x" * 128, "y" * 128)
-
-
-def test_functions_keep_their_kind_and_signature(framework: Entries) -> None:
-    built = framework(TRAJECTORY, TURN, {"name": "Agent.play", "kind": "tool"})
-    assert inspect.iscoroutinefunction(built.Agent.run)
-    assert list(inspect.signature(built.Agent.run).parameters) == ["self", "turns", "kwargs"]
-    assert built.Agent.run.__doc__ == "Answer a question."
-    assert not inspect.iscoroutinefunction(built.Agent.play)
 
 
 @pytest.mark.parametrize(

@@ -389,10 +389,6 @@ def test_the_command_says_who_heard(config: ProfileConfig, command: Command) -> 
     assert f"pid {os.getpid()}, at step 2" in shown.out
 
 
-def test_without_a_listener_it_says_so_and_exits_with_3(tmp_path: Path, command: Command) -> None:
-    assert "nobody listens in" in command("trigger", tmp_path, "--wait", "0", code=3).err
-
-
 @pytest.mark.parametrize("words", ["{} --wait 0", "ask {} --wait 0", "list {}", "cancel {} all"])
 def test_no_such_run_is_a_usage_error_and_nothing_is_made(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

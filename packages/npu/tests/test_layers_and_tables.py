@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +13,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope_npu import _database, _operators, _recordings
+from stepscope_npu import _database, _operators
 from stepscope_npu._reader import DatabaseReader, TraceViewReader
 from stepscope_npu._window import Ranges
 from stepscope_report.timeline.readers import (
@@ -323,26 +322,17 @@ def test_a_view_that_lies_in_no_recording_is_read_as_it_is(tmp_path: Path, early
 
 
 class Mstx:
-    """Stand-in for mstx, which numbers ranges from 1 on, or 0 if nothing records."""
+    """Stand-in for mstx, which numbers ranges from 1 on."""
 
     def __init__(self) -> None:
-        self.records = True
         self.ended: list[int] = []
         self._numbers = itertools.count(1)
 
     def range_start(self, message: str) -> int:
-        return next(self._numbers) if self.records else 0
+        return next(self._numbers)
 
     def range_end(self, number: int) -> None:
         self.ended.append(number)
-
-
-def test_a_range_that_nothing_records_is_not_ended_either() -> None:
-    mstx = Mstx()
-    mstx.records = False
-    with Ranges(mstx).range("actor.update"):
-        pass
-    assert mstx.ended == []
 
 
 def test_ranges_that_are_open_at_the_end_are_closed_once_the_newest_first() -> None:
@@ -357,95 +347,24 @@ def test_ranges_that_are_open_at_the_end_are_closed_once_the_newest_first() -> N
     assert mstx.ended == [3, 2, 1]
 
 
-class TorchNpu:
-    """Stand-in for torch_npu with only the calls by which a thread joins and leaves a recording."""
-
-    version = "9"
-
-    def __init__(self) -> None:
-        self.recorded = self.takes = False
-        self.asked: list[dict[str, bool]] = []
-        self.stops = 0
-        profile = SimpleNamespace(enable_profiler_in_child_thread=self._join)
-        self.profiler = SimpleNamespace(profile=profile)
-        self.interface = SimpleNamespace(_stop_profiler=self._stop)
-
-    def _join(self, **flags: bool) -> None:
-        self.asked.append(flags)
-        self.recorded = self.takes
-
-    def _stop(self) -> None:
-        self.stops += 1
-        self.recorded = False
-
-
 FLAGS = {"record_shapes": True, "profile_memory": False, "with_modules": True, "with_stack": False}
 
 
-@pytest.fixture
-def torch_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made = TorchNpu()
-    made.takes = True
-    monkeypatch.setattr(_operators, "running", lambda on_this_thread: made.recorded)
-    yield made
-    _operators.forget()
-
-
-def test_a_thread_asks_for_what_its_window_records_with_each_operator(torch_npu: Any) -> None:
-    assert _operators.join(torch_npu, FLAGS) is None
-    assert torch_npu.asked == [{"record_shapes": True, "profile_memory": False}]
-
-
-def test_a_thread_that_was_not_taken_is_told_so(torch_npu: Any) -> None:
-    torch_npu.takes = False
-    assert "this thread" in str(_operators.join(torch_npu, FLAGS))
-
-
-def test_a_thread_leaves_once(torch_npu: Any) -> None:
-    _operators.join(torch_npu, FLAGS)
-    _operators.leave(torch_npu)
-    torch_npu.recorded = True  # now a profiler of other code records it
-    _operators.leave(torch_npu)
-    assert torch_npu.stops == 1
-
-
-def test_a_thread_that_never_joined_does_not_stop_what_records_it(torch_npu: Any) -> None:
-    torch_npu.recorded = True
-    _operators.leave(torch_npu)
-    assert torch_npu.stops == 0
-
-
-def test_a_thread_that_is_recorded_no_longer_stops_nothing(torch_npu: Any) -> None:
-    _operators.join(torch_npu, FLAGS)
-    torch_npu.recorded = False  # as after the end of its window
-    _operators.leave(torch_npu)
-    assert torch_npu.stops == 0
-
-
-@pytest.mark.parametrize("whose", ["ours", "theirs"])
-def test_a_thread_stays_while_anything_records_since_its_leaving_would_end_that(
-    torch_npu: Any, monkeypatch: pytest.MonkeyPatch, whose: str
-) -> None:
-    _operators.join(torch_npu, FLAGS)
-    with monkeypatch.context() as busy:
-        if whose == "ours":
-            PROCESS_LOCK.acquire("the NPU recording in step 7")
-        else:
-            busy.setattr(_recordings, "theirs_open", True)
-        _operators.leave(torch_npu)
-        PROCESS_LOCK.release()
-        assert torch_npu.stops == 0
-    _operators.leave(torch_npu)
-    assert torch_npu.stops == 1
-
-
 def test_a_thread_that_cannot_leave_is_said_in_the_log_and_no_error(
-    torch_npu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise RuntimeError("100000")
 
+    # Stands for torch_npu: the calls by which a thread joins and leaves a recording.
+    profile = SimpleNamespace(enable_profiler_in_child_thread=lambda **_: None)
+    torch_npu: Any = SimpleNamespace(
+        version="9",
+        profiler=SimpleNamespace(profile=profile),
+        interface=SimpleNamespace(_stop_profiler=fail),
+    )
+    monkeypatch.setattr(_operators, "running", lambda on_this_thread: True)
     _operators.join(torch_npu, FLAGS)
-    monkeypatch.setattr(torch_npu.interface, "_stop_profiler", fail)
     _operators.leave(torch_npu)
+    _operators.forget()
     assert ["MainThread: 100000" in message for message in caplog.messages] == [True]

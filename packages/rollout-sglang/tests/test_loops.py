@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,30 +34,8 @@ def in_thread(work: Coroutine[Any, Any, None]) -> None:
         raise errors[0]
 
 
-def test_synchronous_code_is_recorded_on_the_engines_own_loop(tmp_path: Path) -> None:
-    loop = asyncio.new_event_loop()
-    engine = FakeEngine(FakeManager(), loop=loop)
-    profiler = SglangProfiler(engine)
-    in_thread(profiler.start(asked(tmp_path)))
-    loop.run_until_complete(engine.tokenizer_manager.generate(3))
-    artifacts: list[Artifact] = []
-
-    async def stop() -> None:
-        artifacts.extend(await profiler.stop())
-
-    in_thread(stop())
-    assert len(artifacts) == 1
-    loop.close()
-
-
-@pytest.mark.slow
-def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(tmp_path: Path) -> None:
-    loop = asyncio.new_event_loop()
-    engine = FakeEngine(FakeManager(), loop=loop)
-    manager = engine.tokenizer_manager
-    profiler = SglangProfiler(engine)
-    in_thread(profiler.start(asked(tmp_path, stop_seconds=0.6)))
-    loop.run_until_complete(manager.generate(3))
+def stops_slowly(manager: FakeManager) -> asyncio.Event:
+    """Have each stop wait for the event that is returned."""
     written, stop = asyncio.Event(), manager.stop_profile
 
     async def slow() -> None:
@@ -65,6 +43,49 @@ def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(tmp_path: Path)
         await stop()
 
     manager.stop_profile = slow  # type: ignore[method-assign]
+    return written
+
+
+async def until_stopped(manager: FakeManager) -> None:
+    """Generate as long as the manager records."""
+    while manager.recording:
+        await manager.generate(1, "DECODE")
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    """Provide an engine with an event loop of its own, which does not run."""
+    loop = asyncio.new_event_loop()
+    yield FakeEngine(FakeManager(), loop=loop)
+    loop.close()
+
+
+def until_done(engine: FakeEngine, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` on the engine's loop."""
+    assert engine.loop is not None
+    engine.loop.run_until_complete(work)
+
+
+def test_synchronous_code_is_recorded_on_the_engines_own_loop(engine: FakeEngine, tmp_path: Path) -> None:
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path)))
+    until_done(engine, engine.tokenizer_manager.generate(3))
+    artifacts: list[Artifact] = []
+
+    async def stop() -> None:
+        artifacts.extend(await profiler.stop())
+
+    in_thread(stop())
+    assert len(artifacts) == 1
+
+
+@pytest.mark.slow
+def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(engine: FakeEngine, tmp_path: Path) -> None:
+    manager = engine.tokenizer_manager
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path, stop_seconds=0.6)))
+    until_done(engine, manager.generate(3))
+    written = stops_slowly(manager)
 
     async def give_up_after_a_while() -> None:
         stopping = asyncio.ensure_future(profiler.stop())
@@ -72,70 +93,46 @@ def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(tmp_path: Path)
         assert not stopping.done()
 
     in_thread(give_up_after_a_while())
-    loop.run_until_complete(manager.generate(3))
-
-    async def generate_while_it_ends() -> None:
-        written.set()
-        while manager.recording:
-            await manager.generate(1)
-
-    loop.run_until_complete(generate_while_it_ends())
+    until_done(engine, manager.generate(3))
+    written.set()
+    until_done(engine, until_stopped(manager))
     profiler._thread.submit(lambda: None).result()
     assert manager.asked == ["start", "stop"]
-    loop.run_until_complete(manager.generate(3))  # a late request for the states may still wait for the loop
-    loop.close()
+    until_done(engine, manager.generate(3))  # a late request for the states may still wait for the loop
 
 
-def test_time_that_is_up_between_two_generations_waits_for_the_next(tmp_path: Path) -> None:
+def test_time_that_is_up_between_two_generations_waits_for_the_next(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     # The loop is the caller's. If stepscope ran it, the caller could not run it to generate.
-    loop = asyncio.new_event_loop()
-    engine = FakeEngine(FakeManager(), loop=loop)
+    manager = engine.tokenizer_manager
     profiler = SglangProfiler(engine)
     in_thread(profiler.start(asked(tmp_path, seconds=1000.0)))
-    loop.run_until_complete(engine.tokenizer_manager.generate(2))
-    watchdog = profiler._watchdog
-    assert watchdog is not None
-    watchdog.function()
+    until_done(engine, manager.generate(2))
+    assert profiler._watchdog is not None
+    profiler._watchdog.function()
     profiler._thread.submit(lambda: None).result()
-    assert engine.tokenizer_manager.recording
-    assert engine.tokenizer_manager.asked == ["start"]
-
-    async def generate_until_stopped() -> None:
-        while engine.tokenizer_manager.recording:
-            await engine.tokenizer_manager.generate(1, "DECODE")
-
-    loop.run_until_complete(generate_until_stopped())
-    assert engine.tokenizer_manager.asked == ["start", "stop"]
-    loop.close()
+    assert manager.recording
+    assert manager.asked == ["start"]
+    until_done(engine, until_stopped(manager))
+    assert manager.asked == ["start", "stop"]
 
 
-def test_an_expiry_whose_stop_takes_long_leaves_the_loop_to_its_owner(tmp_path: Path) -> None:
-    loop = asyncio.new_event_loop()
-    engine = FakeEngine(FakeManager(), loop=loop)
-    manager, written = engine.tokenizer_manager, asyncio.Event()
-    stop = manager.stop_profile
-
-    async def slow() -> None:
-        await written.wait()
-        await stop()
-
-    manager.stop_profile = slow  # type: ignore[method-assign]
+def test_an_expiry_whose_stop_takes_long_leaves_the_loop_to_its_owner(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    manager = engine.tokenizer_manager
+    written = stops_slowly(manager)
     profiler = SglangProfiler(engine)
     in_thread(profiler.start(asked(tmp_path, seconds=1000.0)))
-    loop.run_until_complete(manager.generate(2))
+    until_done(engine, manager.generate(2))
     assert profiler._watchdog is not None
     profiler._watchdog.function()
     for _ in range(50):
-        loop.run_until_complete(manager.generate(1, "DECODE"))  # raises if stepscope runs the loop
-
-    async def generate_until_stopped() -> None:
-        written.set()
-        while manager.recording:
-            await manager.generate(1, "DECODE")
-
-    loop.run_until_complete(generate_until_stopped())
+        until_done(engine, manager.generate(1, "DECODE"))  # raises if stepscope runs the loop
+    written.set()
+    until_done(engine, until_stopped(manager))
     assert manager.asked == ["start", "stop"]
-    loop.close()
 
 
 def test_a_manager_that_nobody_has_used_becomes_the_callers(tmp_path: Path) -> None:

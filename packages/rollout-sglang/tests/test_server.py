@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_sglang import ProfileReq, Scheduler, plugin_state
+from fake_sglang import ProfileReq, Scheduler, asked, plugin_state
 
-from stepscope import ProfileConfig, capture
+from packages.core.tests.runs import manifest_of, spans_alone
+from stepscope import capture
 from stepscope.engines import Iterations
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
@@ -48,6 +49,11 @@ class FakeServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def forward(self, *modes: str) -> None:
+        """Run passes of these modes."""
+        for mode in modes:
+            self.scheduler.forward(mode)
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
         self.asked.append(path)
@@ -151,18 +157,6 @@ def test_a_key_is_asked_for_and_sent(server: FakeServer) -> None:
     SglangServer(server.url, api_key="secret").check()
 
 
-async def test_a_count_ends_by_itself_and_no_stop_is_sent(server: FakeServer, tmp_path: Path) -> None:
-    profiler = SglangServer(server.url, replica=1)
-    wanted = msgspec.structs.replace(a_capture(tmp_path, replica=1), iterations=Iterations(count=2))
-    await profiler.start(wanted)
-    for mode in ("EXTEND", "DECODE", "DECODE"):
-        server.scheduler.forward(mode)
-    (artifact,) = await profiler.stop()
-    assert_complete(artifact, wanted)
-    assert (artifact.rank, artifact.truncated) == (1, None)
-    assert "/stop_profile" not in server.asked
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("has_plugin", [True, False])
 async def test_stages_are_told_apart_where_the_server_has_the_plugin(
@@ -170,10 +164,8 @@ async def test_stages_are_told_apart_where_the_server_has_the_plugin(
 ) -> None:
     server.has_plugin = has_plugin
     profiler = SglangServer(server.url)
-    wanted = msgspec.structs.replace(a_capture(tmp_path), by_stage=True, iterations=Iterations(count=2))
-    await profiler.start(wanted)
-    for mode in ("EXTEND", "DECODE", "DECODE", "DECODE"):
-        server.scheduler.forward(mode)
+    await profiler.start(asked(tmp_path, by_stage=True, iterations=Iterations(count=2)))
+    server.forward("EXTEND", "DECODE", "DECODE", "DECODE")
     artifacts = await profiler.stop()
     assert [artifact.stage for artifact in artifacts] == (["decode", "prefill"] if has_plugin else [None])
     assert all(("by_stage" in artifact.ignored) is not has_plugin for artifact in artifacts)
@@ -183,10 +175,8 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     server: FakeServer, tmp_path: Path
 ) -> None:
     profiler = SglangServer(server.url)
-    wanted = msgspec.structs.replace(a_capture(tmp_path), by_stage=True)
-    await profiler.start(wanted)
-    for mode in ("EXTEND", "DECODE"):
-        server.scheduler.forward(mode)
+    await profiler.start(asked(tmp_path, by_stage=True))
+    server.forward("EXTEND", "DECODE")
     server.stop_status = 504  # a proxy in front of the server has timed out
     (artifact,) = await profiler.stop()
     assert artifact.stage == "prefill"
@@ -195,11 +185,8 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     assert "that writes later" in profiler.ignored[LATE]
     assert server.scheduler.stop() is None  # the scheduler finds its folder
     session.hand_in_late()  # called at the end of the process
-    (late,) = (
-        path
-        for path in files_below(str(tmp_path))
-        if ".meta." not in path.name and path.name != Path(artifact.path).name
-    )
+    traces = [path for path in files_below(str(tmp_path)) if ".meta." not in path.name]
+    (late,) = (path for path in traces if path.name != Path(artifact.path).name)
     assert sidecar(late).artifact.stage == "decode"
     assert not hidden(tmp_path)
 
@@ -207,25 +194,18 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
 async def test_files_of_a_stop_that_failed_are_published_by_the_next_capture(
     server: FakeServer, tmp_path: Path
 ) -> None:
-    config = ProfileConfig(
-        save_path=str(tmp_path),
-        steps="1:3",
-        torch={"activities": ["cpu"]},
-        roles={"rollout": {"ranks": "all"}},  # else the capture would also wait for a trace of this process
-    )
+    # The rollout alone, or else the capture would also wait for a trace of this process.
+    config = spans_alone(tmp_path, steps="1:3", roles={"rollout": {"ranks": "all"}})
     async with capture(1, engines=SglangServer(server.url), config=config) as first:
-        server.scheduler.forward("EXTEND")
+        server.forward("EXTEND")
         server.stop_status = 504
-    before = first.result.manifest()
-    assert before is not None
-    (line,) = before.awaited(only="late")
+    (line,) = manifest_of(first.result).awaited(only="late")
     assert "the stop failed" in line
     server.stop_status = None
     async with capture(2, engines=SglangServer(server.url), config=config) as second:
-        server.scheduler.forward("EXTEND")
+        server.forward("EXTEND")
     for cap in (first, second):
-        manifest = cap.result.manifest()
-        assert manifest is not None
+        manifest = manifest_of(cap.result)
         assert manifest.problems() == []
         assert manifest.processes[0].expected[-1].artifacts
     assert not hidden(tmp_path)
@@ -236,7 +216,7 @@ async def test_an_engine_that_our_own_failed_stop_left_recording_is_not_blamed_o
 ) -> None:
     profiler = SglangServer(server.url)
     await profiler.start(a_capture(tmp_path))
-    server.scheduler.forward("EXTEND")
+    server.forward("EXTEND")
     server.stop_status = 504
     with pytest.raises(EngineError, match="the stop failed"):
         await profiler.stop()
@@ -254,7 +234,7 @@ async def failed(server: FakeServer, root: Path, step: int, mode: str | None) ->
     profiler = SglangServer(server.url)
     await profiler.start(msgspec.structs.replace(a_capture(root), step=step))
     if mode is not None:
-        server.scheduler.forward(mode)
+        server.forward(mode)
     server.stop_status = 504
     with pytest.raises(EngineError, match="the stop failed"):
         await profiler.stop()
@@ -324,7 +304,7 @@ async def test_what_somebody_began_after_a_failed_stop_of_ours_goes_on(
     await failed(server, tmp_path, 1, None)
     profiler = SglangServer(server.url)
     await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=2))
-    server.scheduler.forward("EXTEND")
+    server.forward("EXTEND")
     assert await profiler.stop()
     server.scheduler.start(ProfileReq(output_dir=str(tmp_path / "somebody")))
     with pytest.raises(EngineError, match=r"500 .*not for us"):
@@ -337,13 +317,13 @@ async def test_a_capture_that_was_given_up_and_could_not_be_stopped_is_stopped_b
 ) -> None:
     given_up = SglangServer(server.url)
     await given_up.start(a_capture(tmp_path))
-    server.scheduler.forward("EXTEND")
+    server.forward("EXTEND")
     server.stop_status = 504
     given_up._thread.submit(given_up._drop).result()  # called if a start was cancelled
     server.stop_status = None
     profiler = SglangServer(server.url)
     await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=2))
-    server.scheduler.forward("EXTEND")
+    server.forward("EXTEND")
     (artifact,) = await profiler.stop()
     traces = [path for path in files_below(str(tmp_path)) if ".meta." not in path.name]
     assert [path.name for path in traces] == [Path(artifact.path).name]
@@ -370,15 +350,15 @@ async def test_a_later_start_is_counted_from_what_the_server_shows(
     server: FakeServer, tmp_path: Path
 ) -> None:
     profiler = SglangServer(server.url)
-    wanted = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(start=1, count=1))
-    for _ in range(5):
-        server.scheduler.forward("DECODE")
+    wanted = asked(tmp_path, iterations=Iterations(start=1, count=1))
+    server.forward(*["DECODE"] * 5)
     await profiler.start(wanted)
-    for mode in ("EXTEND", "DECODE", "DECODE"):
-        server.scheduler.forward(mode)
+    server.forward("EXTEND", "DECODE", "DECODE")
     (artifact,) = await profiler.stop()
+    assert_complete(artifact, wanted)
     assert server.scheduler.request.start_step == 7
     assert artifact.truncated is None
+    assert "/stop_profile" not in server.asked  # a count ends by itself
 
 
 async def test_an_idle_server_is_whole_and_nothing_is_left_armed(server: FakeServer, tmp_path: Path) -> None:
@@ -386,7 +366,7 @@ async def test_an_idle_server_is_whole_and_nothing_is_left_armed(server: FakeSer
     await profiler.start(a_capture(tmp_path))
     assert await profiler.stop() == []
     assert IDLE in profiler.ignored
-    server.scheduler.forward("EXTEND")
+    server.forward("EXTEND")
     assert server.scheduler.recording is None
 
 
@@ -411,7 +391,7 @@ async def test_one_of_two_servers_that_refuses_ends_the_other(server: FakeServer
         with pytest.raises(EngineError, match="not for us"):
             await SglangServer(server.url, busy.url).start(a_capture(tmp_path))
         busy.shutdown()
-    server.scheduler.forward("EXTEND")
+    server.forward("EXTEND")
     assert server.scheduler.recording is None
 
 
