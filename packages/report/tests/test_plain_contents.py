@@ -11,6 +11,7 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.test_plain_traces import BASE_NS, kernel, trace
+from stepscope_report.timeline.activity.content_reader import OF_NO_TIME
 from stepscope_report.timeline.activity.doubts import (
     EARLY,
     LOST,
@@ -163,6 +164,19 @@ def test_what_a_profiler_lost_or_timed_wrong_is_counted(tmp_path: Path, command:
     assert all(row["doubted"] for row in (*report["traces"]["devices"], *report["gaps"]))
     assert (problem["what"], problem["events"]) == (LOST if doubt == "lost graphs" else doubt, COUNTS[doubt])
     assert f"({COUNTS[doubt]} events)" in " ".join(command("report", tmp_path, code=3).out.split())
+
+
+@pytest.mark.parametrize("cat", ["cpu_op", "python_function", "cuda_runtime", "kernel"])
+def test_a_file_in_which_no_time_of_a_kind_can_be_right_is_read(
+    tmp_path: Path, command: Command, cat: str
+) -> None:
+    wrong = {"ph": "X", "cat": cat, "name": "wrong", "pid": 100, "tid": 100, "dur": -1.0, "args": {}}
+    sound = [kernel("gemm", 10, 80)] if cat != "kernel" else []
+    fields = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS}
+    events = [*sound, *({**wrong, "ts": 100.0 * number} for number in range(3))]
+    (tmp_path / "rank0.json").write_text(json.dumps({**fields, "traceEvents": events}))
+    (problem,) = command("report", tmp_path, "--json", code=3).json["traces"]["problems"]
+    assert (problem["what"], problem["events"]) == (OF_NO_TIME, 3)
 
 
 def test_buffers_of_cupti_in_another_order_are_no_doubt(tmp_path: Path, command: Command) -> None:

@@ -536,7 +536,7 @@ class Reading:
             [event.tid for event in events],
             self._host.thread,
         )
-        if pids.count(pids[0]) == tids.count(tids[0]) == len(events):
+        if events and pids.count(pids[0]) == tids.count(tids[0]) == len(events):
             return [number((pids[0], tids[0]))] * len(events)
         return list(map(number, zip(pids, tids, strict=True)))
 
