@@ -100,6 +100,7 @@ FAULTS: dict[str, list[Json]] = {
     "no-operator": sound(40, late=True, every=4),
     "small-kernels": sound(2, dur_us=4),
     "unpinned-copies": renamed("gemm_bf16", "Memcpy HtoD (Pageable -> Device)", 40),
+    "exposed-copies": renamed("gemm_bf16", "Memcpy HtoD (Pinned -> Device)", 8),
     "exposed-communication": renamed("gemm_bf16", "ncclDevKernel_AllReduce", 4),
     "unfused-optimizer": optimizer("aten::_foreach_add_"),
     "single-precision": sound(name="ampere_sgemm_128x64_tn"),
@@ -127,6 +128,35 @@ def test_the_rule_of_a_planted_fault_speaks_and_no_other(tmp_path: Path, command
         properties = json.dumps([{"id": 0, "name": "H100", "totalGlobalMem": 80 << 30}])
         path.write_text(f'{{"deviceProperties": {properties}, {path.read_text()[1:]}')
     assert rules(tmp_path, command) == {rule} & FAULTS.keys()
+
+
+SUMMED = ["unpinned-copies", "exposed-copies", "unfused-optimizer", "single-precision"]
+
+
+@pytest.mark.parametrize("rule", SUMMED)
+def test_ranks_that_run_at_once_save_the_time_of_one(tmp_path: Path, command: Command, rule: str) -> None:
+    def saves_ns(ranks: int) -> int:
+        for rank in range(ranks):
+            trace(tmp_path / f"{ranks}" / f"rank{rank}.json", FAULTS[rule], rank=rank, pid=100 + rank)
+        (advice,) = command("report", tmp_path / f"{ranks}", "--json").json["advice"]
+        return int(advice["saves_ns"])
+
+    assert saves_ns(2) == saves_ns(1) > 0
+
+
+@pytest.mark.parametrize("rule", ["single-precision", "uneven-streams"])
+def test_what_takes_less_than_a_hundredth_of_the_time_is_no_advice(
+    tmp_path: Path, command: Command, rule: str
+) -> None:
+    trace(tmp_path / "rank0.json", [*FAULTS[rule], on_host("cpu_op", "aten::mm", 4e6, 4e6 + 5)])
+    assert rules(tmp_path, command) == set()
+
+
+def test_the_label_of_most_idle_time_is_named(tmp_path: Path, command: Command) -> None:
+    trace(tmp_path / "rank0.json", slow("user_annotation", "tokenize"))
+    (advice,) = command("report", tmp_path, "--json").json["advice"]
+    assert advice["rule"] == "no-operator"
+    assert advice["because"][-1] == f"most in tokenize: {0.037 * KERNELS / 4:.2f} ms"
 
 
 @pytest.mark.parametrize(("loading_us", "said"), [(30, {"data-loader"}), (3, set())])

@@ -180,7 +180,7 @@ class Plain:
         yield from (*clock_notes(self._report.health), *self._unaligned())
 
     def blocks(self) -> Iterator[Block]:
-        yield from advice_blocks(self._advice, self._report)
+        yield from advice_blocks(self._advice, self._report, of="recording")
         for section in _SECTIONS:
             yield from section.blocks_of(self._report)
         yield from self._files()

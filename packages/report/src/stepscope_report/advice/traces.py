@@ -20,6 +20,7 @@ from stepscope_report.sections.labels import LabelRow
 from stepscope_report.sections.traces import DeviceRow, TraceTables
 from stepscope_report.table import grouped
 from stepscope_report.timeline import TraceActivity
+from stepscope_report.timeline.activity.content import Kernel
 from stepscope_report.timeline.activity.device_idle import GapKind
 from stepscope_report.timeline.activity.doubts import DOUBTS, LINKS
 
@@ -59,6 +60,17 @@ def _share(process: str, ns: int, evidence: TraceEvidence) -> str:
     return f"{process}: {duration(ns)}, {percentage_of(ns, recorded_ns)} of the time recorded"
 
 
+def _longest(times: Iterable[tuple[str, float]]) -> tuple[str, int]:
+    """Return the process with the longest sum of times in us, and the sum in ns. Ranks run at once, so that a
+    sum over ranks is no time that a step could save.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    for name, us in times:
+        sums[name] += us
+    process = max(sums, key=lambda name: sums[name], default="")
+    return process, round(sums.get(process, 0.0) * 1000)
+
+
 class _Gaps(msgspec.Struct, frozen=True):
     """A rule on gaps of the device that have one cause."""
 
@@ -80,6 +92,7 @@ OF_GAPS = (
     _Gaps("slow launches", "slow-launches", 0.1, "the CPU launches more slowly than the device runs"),
     _Gaps("no operator", "no-operator", 0.1, "the device waits while the CPU runs no operator"),
 )
+_STEP = "ProfilerStep"
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _LOOP = 5
 """Number of gaps per step from one call at one place with which advice says that the call is in a loop."""
@@ -106,7 +119,7 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
         because = [
             _share(process, totals[process], evidence),
             _say_gaps(own),
-            *([f"most in {where}: {duration(worst.total_ns)}"] if where else []),
+            *([f"most in {where}: {duration(worst.total_ns)}"] if where else _in_label(own, evidence)),
         ]
         loops = rule.kind == "synchronisation" and worst.count >= _LOOP * max(1, steps[process])
         do = REMEDIES[rule.kind]
@@ -121,6 +134,18 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
             do=do,
             saves_ns=totals[process],
         )
+
+
+def _in_label(rows: Sequence[GapRow], evidence: TraceEvidence) -> Iterator[str]:
+    """Yield a sentence on the label in which at least half of a process' gaps of one cause were."""
+    process, kind = rows[0].process, rows[0].kind
+    times: dict[str, float] = defaultdict(float)
+    for activity in evidence.activities:
+        for label in activity.content.labels if activity.name == process else ():
+            times[label.path[-1]] += min(label.idle.get(kind, 0.0), label.idle_us or 0.0)
+    name = max(times, key=lambda name: times[name], default=_STEP)
+    if not name.startswith(_STEP) and times[name] * 2000 >= sum(row.total_ns for row in rows):
+        yield f"most in {name}: {_say(times[name])}"
 
 
 def _say_gaps(rows: Sequence[GapRow]) -> str:
@@ -225,47 +250,66 @@ def compiled_again(evidence: TraceEvidence) -> Iterator[Advice]:
     if any(row.kind == "compilation" for row in evidence.gaps):
         return
     roots = [
-        row
-        for row in evidence.labels
-        if _COMPILES.match(row.path[-1]) and not any(_COMPILES.match(name) for name in row.path[:-1])
+        (activity.name, label)
+        for activity in evidence.activities
+        for label in activity.content.labels
+        if _COMPILES.match(label.path[-1]) and not any(_COMPILES.match(name) for name in label.path[:-1])
     ]
-    ns, times = sum(row.cpu_ns for row in roots), sum(row.count for row in roots)
-    recorded_ns = sum(row.recorded_ns for row in evidence.traces.traces)
-    if ns * 20 >= recorded_ns > 0:
+    process, ns = _longest((name, label.cpu_us) for name, label in roots)
+    if ns and ns * 20 >= evidence.recorded_ns(process):
+        times = sum(label.count for name, label in roots if name == process)
         yield Advice(
             rule="recompilation",
             what="torch.compile compiles within the recorded time",
-            because=(
-                f"{count(times, 'time')}, {duration(ns)}: {percentage_of(ns, recorded_ns)} of the recording",
-            ),
+            because=(count(times, "time"), _share(process, ns, evidence)),
             do=REMEDIES["compilation"],
             saves_ns=ns,
         )
 
 
+_PAGEABLE = re.compile(".*Pageable")
+
+
 def unpinned_copies(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if copies between a device and memory that is not pinned took 1 % of the time."""
-    for role, own in grouped(evidence.activities, lambda activity: activity.info.role).items():
-        copies = [
-            kernel
-            for one in own
-            for kernel in one.content.kernels
-            if "Pageable" in kernel.name and kernel.work == "memory"
-        ]
-        ns = round(sum(kernel.total_us for kernel in copies) * 1000)
-        recorded_ns = sum(evidence.recorded_ns(name) for name in {one.name for one in own})
-        if copies and ns * 100 >= recorded_ns:
-            worst = max(copies, key=lambda kernel: kernel.total_us)
-            yield Advice(
-                rule="unpinned-copies",
-                what="memory that is not pinned is copied",
-                because=(
-                    f"{role}: {duration(ns)}, {percentage_of(ns, recorded_ns)} of the time recorded",
-                    f"{worst.name}: {count(worst.count, 'copy')}",
-                ),
-                do="pin_memory=True in the DataLoader, tensor.pin_memory(), and non_blocking=True",
-                saves_ns=ns,
-            )
+    """Advise if copies between a device and memory that is not pinned took 1 % of a process' time."""
+    copies = [copy for copy in _copies(evidence) if _PAGEABLE.match(copy[1].name)]
+    process, ns = _longest((name, kernel.total_us) for name, kernel in copies)
+    if ns and ns * 100 >= evidence.recorded_ns(process):
+        yield Advice(
+            rule="unpinned-copies",
+            what="memory that is not pinned is copied",
+            because=(_share(process, ns, evidence), _most_copied(process, copies)),
+            do="pin_memory=True in the DataLoader, tensor.pin_memory(), and non_blocking=True",
+            saves_ns=ns,
+        )
+
+
+def exposed_copies(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if a device did nothing but copy, mostly pinned memory, for a tenth of its time."""
+    alone = {row: row.busy_ns - row.compute_ns - row.exposed_ns for row in evidence.traces.devices}
+    row = max(alone, key=lambda row: alone[row], default=None)
+    if row is None or alone[row] * 10 < row.recorded_ns:
+        return
+    most = _most_copied(row.process, _copies(evidence))
+    if not _PAGEABLE.match(most):
+        yield Advice(
+            rule="exposed-copies",
+            what="copies are not hidden behind computation",
+            because=(_share(row.process, alone[row], evidence), most),
+            do="pinned memory, non_blocking=True and a stream of its own, a layer ahead; less offloading",
+            saves_ns=alone[row],
+        )
+
+
+def _copies(evidence: TraceEvidence) -> list[tuple[str, Kernel]]:
+    """Return the copies of each process by its name."""
+    of_all = ((one.name, kernel) for one in evidence.activities for kernel in one.content.kernels)
+    return [(name, kernel) for name, kernel in of_all if kernel.work == "memory"]
+
+
+def _most_copied(process: str, copies: Iterable[tuple[str, Kernel]]) -> str:
+    most = max((kernel for name, kernel in copies if name == process), key=lambda kernel: kernel.total_us)
+    return f"{most.name}: {count(most.count, 'copy')}, {_say(most.total_us)}"
 
 
 def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -402,23 +446,26 @@ _FEW_KERNELS = 20
 def unfused_optimizer(evidence: TraceEvidence) -> Iterator[Advice]:
     """Advise if steps of the optimizer launch many kernels, none of them fused, and take 3 % of the time."""
     fused = any(row.name.startswith("aten::_fused_") for row in evidence.traces.operators)
-    rows = [row for row in evidence.labels if row.path[-1].startswith(_OPTIMIZER) and row.count]
-    if fused or not rows:
+    steps = (
+        (max(label.cpu_us, label.busy_us or 0.0), activity.name, label)
+        for activity in evidence.activities
+        for label in activity.content.labels
+        if label.path[-1].startswith(_OPTIMIZER) and label.count
+    )
+    us, process, label = max(steps, key=lambda step: step[0], default=(0.0, "", None))
+    if fused or label is None:
         return
-    row = max(rows, key=lambda row: row.cpu_ns)
-    each = row.kernels // row.count
-    recorded_ns = sum(one.recorded_ns for one in evidence.traces.traces if one.process)
-    at_stake_ns = max(row.cpu_ns, row.busy_ns or 0)
-    if each >= _FEW_KERNELS and at_stake_ns * 100 >= 3 * recorded_ns:
+    each, ns = label.kernels // label.count, round(us * 1000)
+    if each >= _FEW_KERNELS and ns * 100 >= 3 * evidence.recorded_ns(process):
         yield Advice(
             rule="unfused-optimizer",
             what="the optimizer launches many kernels, none of them fused",
             because=(
-                f"{row.path[-1]}: {each:,} kernels a step",
-                f"{duration(row.cpu_ns)} on the CPU, {duration(row.busy_ns)} on the device",
+                f"{label.path[-1]}: {each:,} kernels a step",
+                f"{process}: {_say(label.cpu_us)} on the CPU, {_say(label.busy_us or 0.0)} on the device",
             ),
             do="fused=True in torch's Adam, AdamW and SGD, else foreach=True",
-            saves_ns=at_stake_ns,
+            saves_ns=ns,
         )
 
 
@@ -434,26 +481,38 @@ def is_single(kernel: str) -> bool:
 
 
 def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if matrix products in single precision took a fifth of a role's time of computation."""
-    for role, rows in grouped(evidence.traces.operators, lambda row: row.role).items():
-        single = [row for row in rows if row.kind == "compute" and is_single(row.name)]
-        ns = sum(row.total_ns for row in single)
-        compute_ns = sum(row.compute_ns for row in evidence.traces.devices if row.role == role)
-        if not single or ns * 5 < compute_ns:
-            continue
-        worst = max(single, key=lambda row: row.total_ns)
-        yield Advice(
-            rule="single-precision",
-            what="matrix products run in single precision",
-            because=(f"{role}: {duration(ns)} of {duration(compute_ns)} computation", f"{worst.name[:60]}"),
-            do="torch.autocast(dtype=torch.bfloat16), or BF16 weights"
-            + ("" if _TF32.match(worst.name) else "; at least torch.set_float32_matmul_precision('high')"),
-            saves_ns=ns // 2,
-        )
+    """Advise if matrix products in single precision took a fifth of a process' computation, and half of them
+    1 % of its time.
+    """
+    single = [
+        (activity.name, kernel)
+        for activity in evidence.activities
+        for kernel in activity.content.kernels
+        if kernel.work == "compute" and is_single(kernel.name)
+    ]
+    process, ns = _longest((name, kernel.total_us) for name, kernel in single)
+    compute_ns = sum(row.compute_ns for row in evidence.traces.devices if row.process == process)
+    if ns == 0 or ns * 5 < compute_ns or _is_little(ns // 2, process, evidence):
+        return
+    worst = max((kernel for name, kernel in single if name == process), key=lambda kernel: kernel.total_us)
+    yield Advice(
+        rule="single-precision",
+        what="matrix products run in single precision",
+        because=(f"{process}: {duration(ns)} of {duration(compute_ns)} computation", f"{worst.name[:60]}"),
+        do="torch.autocast(dtype=torch.bfloat16), or BF16 weights"
+        + ("" if _TF32.match(worst.name) else "; at least torch.set_float32_matmul_precision('high')"),
+        saves_ns=ns // 2,
+    )
+
+
+def _is_little(ns: int, process: str, evidence: TraceEvidence) -> bool:
+    return ns * 100 < evidence.recorded_ns(process)
 
 
 def serial_streams(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if a device has several busy streams of computation that hardly ever run at the same time."""
+    """Advise if a device has several streams of computation, 1 % of the time beside the busiest, that hardly
+    ever run at once.
+    """
     for activity in evidence.activities:
         for device, streams in grouped(activity.content.streams, lambda stream: stream.device).items():
             usage = next((one for one in activity.content.devices if one.name == device), None)
@@ -462,7 +521,7 @@ def serial_streams(evidence: TraceEvidence) -> Iterator[Advice]:
                 continue
             at_once_us = sum(ordered) - usage.compute_us
             others_us = sum(ordered[1:])
-            if at_once_us * 10 > others_us:
+            if at_once_us * 10 > others_us or _is_little(round(others_us * 1000), activity.name, evidence):
                 continue
             yield Advice(
                 rule="uneven-streams",
@@ -489,6 +548,7 @@ RULES: tuple[Callable[[TraceEvidence], Iterable[Advice]], ...] = (
     host_data_loader,
     small_operators,
     unpinned_copies,
+    exposed_copies,
     exposed_communication,
     stragglers,
     uneven_work,

@@ -117,16 +117,16 @@ def step_advice(evidence: Evidence) -> Table[Advice]:
     return Table(sorted(given, key=place))
 
 
-def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Block]:
-    """Yield the advice in order of urgency, or nothing if no rule gave any."""
+def advice_blocks(advice: Sequence[Advice], report: StepReport, of: str = "step") -> Iterator[Block]:
+    """Yield the advice in order of urgency, or nothing if no rule gave any. Savings are shares of `of`."""
     if advice:
         total_ns = report.breakdown.window_ns
-        yield Remarks("What to do", tuple(_remark(item, total_ns) for item in advice))
+        yield Remarks("What to do", tuple(_remark(item, total_ns, of) for item in advice))
 
 
-def _remark(advice: Advice, total_ns: int) -> Remark:
+def _remark(advice: Advice, total_ns: int, of: str) -> Remark:
     mark = "!" if advice.kind == "alarm" else "-"
-    saves = f" (at most {savings(advice, total_ns)} of the step)" if advice.saves_ns else ""
+    saves = f" (at most {savings(advice, total_ns)} of the {of})" if advice.saves_ns else ""
     because = ("; ".join(advice.because), f"Try: {advice.do}")
     return Remark(f"{mark} {advice.what}{saves}", (*because, *map(say_change, advice.settings)))
 
