@@ -198,6 +198,13 @@ def test_actors_and_engines_of_one_rank_are_processes_of_their_own(tmp_path: Pat
     assert names == ["actor 0", "rollout 0"]
 
 
+def test_ranks_of_two_replicas_have_the_replica_in_their_names(tmp_path: Path, command: Command) -> None:
+    for replica in range(2):
+        trace(tmp_path / f"agent_loop_rollout_replica_{replica}" / "vllm_rank0.json", [], pid=71 + replica)
+    names = [process["name"] for process in command("report", tmp_path, "--json").json["processes"]]
+    assert names == ["rollout 0 of replica 0", "rollout 0 of replica 1"]
+
+
 def test_the_rank_in_the_trace_counts_more_than_that_in_the_name(tmp_path: Path) -> None:
     trace(tmp_path / "rank0.json", [], rank=4)
     assert ranks_of(tmp_path) == [4]
@@ -216,6 +223,13 @@ def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, command: Command) -
     trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)])
     trace(tmp_path / "rank1.json", [kernel("gemm", 0, 10)], base_ns=None)
     assert "no baseTimeNanoseconds" in " ".join(command("report", tmp_path, code=3).out.split())
+
+
+def test_one_trace_without_a_base_needs_no_clock(tmp_path: Path, command: Command) -> None:
+    path = trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)], base_ns=None)
+    report = command("report", path, "--json").json
+    assert [row["process"] for row in report["traces"]["devices"]] == ["rank 0"]
+    assert [row["name"] for row in report["processes"]] == ["rank 0"]
 
 
 def test_a_timeline_named_json_is_no_gzip(tmp_path: Path, command: Command) -> None:

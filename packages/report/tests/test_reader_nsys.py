@@ -19,10 +19,12 @@ import pytest
 from packages.report.tests.traces import put
 from stepscope.files.sidecar import NSYS_RANGES
 from stepscope.testing.steps import OPENED_NS, StepFolder
+from stepscope_report.plain import Plain
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, merge_step
 from stepscope_report.timeline.readers import Claim, FoundFile, Reader
 from stepscope_report.timeline.readers.nsys import BACKWARDS, NEVER_ENDED, NO_RANGES, NO_TIME, NsysReader
+from stepscope_report.timeline.step.plain import read_plain
 
 MS = 1_000_000
 SESSION_NS = OPENED_NS - 500 * MS
@@ -330,6 +332,25 @@ def test_a_graph_that_nsys_traced_as_a_whole_is_busy_time_of_its_gpu(folder: Ste
     assert (drawn["cat"], at_ns(result, drawn), int(drawn["dur"] * 1000)) == ("kernel", 50, 40)
     assert named(events)[drawn["tid"]] == "GPU 0 stream 7"
     assert sorted(at_ns(result, event) for event in of(events, "f")) == [5, 20, 50]
+
+
+def no_device(path: Path, content: Rows) -> dict[str, str]:
+    """Return {process: why its trace shows no device} of a report on one export."""
+    tables = Plain(read_plain([write(path, content)])).to_json().traces
+    return {name: row.cause for row in (tables.without_device if tables else ()) for name in row.processes}
+
+
+def test_an_export_without_kernels_is_no_fault_of_another_profiler(tmp_path: Path) -> None:
+    rows = tables()
+    calls = rows[RUNTIME]
+    rows = {name: own for name, own in rows.items() if not name.startswith("CUPTI") or name == RUNTIME}
+    assert no_device(tmp_path / "alone.sqlite", rows) == {
+        "trace": "nsys recorded calls to the device and no kernel"
+    }
+    both = tables()
+    both[RUNTIME] = [*calls, call(2, 1, 4, 11, pid=PID + 7)]
+    (why,) = no_device(tmp_path / "both.sqlite", both).values()
+    assert why.startswith("the process ran no kernel")
 
 
 def test_warnings_of_nsys_itself_are_problems_of_the_file(folder: StepFolder) -> None:

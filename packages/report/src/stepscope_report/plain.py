@@ -40,9 +40,10 @@ from stepscope_report.sections.traces import (
     short,
 )
 from stepscope_report.table import Block, Listing, TextTable
-from stepscope_report.timeline.activity.traces import place_traces
+from stepscope_report.timeline.activity.traces import Traces, place_traces
 from stepscope_report.timeline.clocks import is_wall
 from stepscope_report.timeline.plain import PlainStep
+from stepscope_report.timeline.rows import names_of
 
 _SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, COLLECTIVES, ENGINES, THROUGHPUT, TRACES)
 _ADVICE, _DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 2, 4, 3, 2, 2, 5
@@ -92,12 +93,25 @@ def _idle(rows: Sequence[GapRow]) -> Iterator[str]:
         yield f"{role}{cause.kind}: {duration(cause.total_ns)} in {count(cause.gaps, 'gap')}{place}"
 
 
+def _alone(traces: Traces) -> Traces:
+    """Return the traces. One file needs no clock of others, so that it is never unaligned."""
+    if len({one.file for one in traces.activities}) != 1:
+        return traces
+    activities = (
+        msgspec.structs.replace(one, name=name, unaligned=None)
+        for one, name in zip(
+            traces.activities, names_of([one.info for one in traces.activities]), strict=True
+        )
+    )
+    return msgspec.structs.replace(traces, activities=tuple(activities))
+
+
 class Plain:
     """A report of traces and its drawings."""
 
     def __init__(self, step: PlainStep) -> None:
         self._timeline = step.timeline
-        traces = place_traces(step.files, step.contents, step.timeline)
+        traces = _alone(place_traces(step.files, step.contents, step.timeline))
         self._report: StepReport = step_report(step.timeline, traces)
         tables = self._report.traces
         self._advice = (

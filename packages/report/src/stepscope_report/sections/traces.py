@@ -217,17 +217,24 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
     )
 
 
+_NO_WORK = "the process ran no kernel while it was recorded; others in its file did"
+
+
 def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
     """Return the processes whose traces show no device activity, by probable cause. Processes with a torch
     built for CPUs only are left out.
     """
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    activities = tuple(activities)
+    with_device = {activity.file for activity in activities if activity.content.devices}
     for activity in activities:
         without_cuda = activity.versions.get("torch", "").endswith("+cpu")
         content = activity.content
         timed = content.first_us is not None  # files of NCCL's Inspector have no times
         if timed and not content.devices and not content.kernels and not without_cuda:
-            causes[_why_no_device(activity)].append(activity.name)
+            beside = activity.file in with_device
+            why = (_NO_WORK, None) if beside else _why_no_device(activity)
+            causes[why].append(activity.name)
     return Table(
         NoDevice(processes=tuple(dict.fromkeys(names)), cause=cause, fix=fix)
         for (cause, fix), names in causes.items()
@@ -244,11 +251,17 @@ def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
     recorded = activity.options.get("activities")
     if isinstance(recorded, str) and recorded == "cpu":
         return "the configuration records the CPU alone", "torch: {activities: [cpu, cuda]}"
+    if activity.content.runtime and activity.file.endswith(".sqlite"):
+        return (
+            "nsys recorded calls to the device and no kernel",
+            "nsys profile --trace=cuda, with an nsys that supports the driver",
+        )
     if activity.content.runtime:
         return (
             (
                 "the process called the device, and the profiler delivered no kernel (CUPTI): another "
-                "profiler holds it, or the driver reserves it for the administrator"
+                "profiler holds it, the driver reserves it for the administrator, or it measured metrics "
+                "instead (profiler_metrics)"
             ),
             "end Nsight or DCGM profiling on that host; NVreg_RestrictProfilingToAdminUsers=0 for the driver",
         )

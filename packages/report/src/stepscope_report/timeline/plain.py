@@ -56,6 +56,7 @@ _MERGED = "merged-"
 _APART_NS = 60_000_000_000
 """Time between the traces of two runs, in ns. The clocks of two hosts of a run differ by less."""
 _UNALIGNED = Aligned(Placement([(0, 0)]), ProcessClock(alignment="unaligned"))
+_ALONE = Aligned(Placement([(0, 0)]), ProcessClock(alignment="owner", uncertainty_ns=0))
 _TIMELESS = Aligned(Placement([(0, 0)]), ProcessClock(alignment="assumed"))
 _ASSUMED = "its traces name no host: its wall clock is taken to be that of the others"
 
@@ -341,14 +342,14 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
     by_key: dict[tuple[bool, str], list[_Trace]] = {}
     for trace in traces:
         by_key.setdefault((trace.content.base_ns is None, trace.info.key), []).append(trace)
-    groups = sorted(by_key.values(), key=_order)
+    groups, files = sorted(by_key.values(), key=_order), {trace.file.path for trace in traces}
     sources = [_source(group) for group in groups]
     known = sum(1 for group in groups if _order(group)[:2] == (False, False))
     timeless = sum(1 for group in groups if _order(group)[:2] == (False, True))
     aligned = [
         *_align(sources[:known], groups[:known]),
         *[_TIMELESS] * timeless,
-        *[_UNALIGNED] * (len(sources) - known - timeless),
+        *[_UNALIGNED if len(files) > 1 else _ALONE] * (len(sources) - known - timeless),
     ]
     names = names_of([source.info for source in sources])
     processes = tuple(

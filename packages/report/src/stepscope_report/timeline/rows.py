@@ -219,15 +219,25 @@ def steady(process: Process) -> bool:
 
 
 def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
-    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or with pid and host."""
+    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or with replica, pid and
+    host.
+    """
     names = [_short_name(info) for info in infos]
-    for longer in (" pid {0.pid}", " on {0.host}", " #{1}"):
+    for longer in _LONGER:
         count = Counter(names)
         names = [
-            name if count[name] == 1 else name + longer.format(info, number)
+            name if count[name] == 1 else name + longer(info, number)
             for number, (name, info) in enumerate(zip(names, infos, strict=True))
         ]
     return names
+
+
+_LONGER: tuple[Callable[[ProcessInfo, int], str], ...] = (
+    lambda info, _: "" if info.rank is None or info.replica is None else f" of replica {info.replica}",
+    lambda info, _: f" pid {info.pid}",
+    lambda info, _: f" on {info.host}",
+    lambda _, number: f" #{number}",
+)
 
 
 def _short_name(info: ProcessInfo) -> str:
