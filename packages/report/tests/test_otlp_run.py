@@ -20,7 +20,7 @@ TRAJECTORIES = 20
 
 def otlp_span(
     trace: int, number: int, parent: int, start_ms: float, end_ms: float, name: str, kind: str
-) -> object:
+) -> dict[str, object]:
     return {
         "traceId": f"{trace:08x}{1:024x}",
         "spanId": f"{trace * 16 + number:016x}",
@@ -59,6 +59,22 @@ def test_trajectories_and_their_long_tail_are_those_of_the_file(tmp_path: Path, 
     assert {wait.stage: wait.wall_ns for wait in tail.worst[0].waits}["generate"] == 1000 * MS
     assert report.cause is not None
     assert (report.cause.kind, report.cause.trajectory) == ("long-trajectory", tail.worst[0].trajectory)
+
+
+def test_spans_named_trajectory_in_one_trace_are_trajectories(tmp_path: Path) -> None:
+    """As trainers write them: one trace for each step, with the trajectories below a call."""
+    spans = [
+        otlp_span(1, 1, 0, 0, 1000, "train_step", ""),
+        otlp_span(1, 2, 1, 0, 900, "generate_sequences", ""),
+    ]
+    for number, end_ms in enumerate((300, 320, 340, 900), 3):
+        one = otlp_span(1, number, 2, 10, end_ms, "trajectory", "")
+        spans.append({**one, "attributes": attributes(trajectory_id={"stringValue": f"t{number}"})})
+        spans.append(otlp_span(2, number, 0, 10, end_ms, "search", "TOOL") | {"parentSpanId": one["spanId"]})
+    (tmp_path / "traces.jsonl").write_text(json.dumps(request_json(*spans)) + "\n")
+    tail = step_report(load_otlp([tmp_path])).long_tail
+    assert tail is not None
+    assert (tail.trajectories, tail.held_ns, tail.worst[0].trajectory) == (4, 560 * MS, "t6")
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -1,13 +1,13 @@
 """Timeline of a run without stepscope, from OTLP JSON only.
 
 All spans together are one step, from the first to the last. The process of the longest root span is the
-owner, and clocks of other hosts are assumed to be right. Each agent's outermost span is a trajectory. Without
-agents, each trace that calls a model is a trajectory.
+owner, and clocks of other hosts are assumed to be right. Each agent's outermost span is a trajectory, without
+agents each span of that name, and without these each trace that calls a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, read_otlp
 _HEAD = 1 << 16
 _FIELD = b'"resourceSpans"'
 _TRAJECTORY = "trajectory"
+_ID = "trajectory_id"
 _CALLS = frozenset({"generate", "request"})
 """Stages of a call to a model."""
 
@@ -119,13 +120,18 @@ def _root_ns(span: OtlpSpan, known: set[str]) -> int:
 
 
 def _name_trajectories(spans: Sequence[Span], contexts: dict[TraceContext, int]) -> None:
-    """Make each agent's outermost span a trajectory, or without agents the root of each trace that calls a
-    model. Spans below belong to the trajectory.
+    """Make each agent's outermost span a trajectory, without agents each span of that name, or the root of
+    each trace that calls a model. Spans below belong to the trajectory.
     """
     traces = {index: context.trace_id for context, index in contexts.items()}
-    roots = _outermost_agents(spans) or _calling_roots(spans)
+    roots = (
+        _outermost(spans, lambda span: span.role == "agent_loop")
+        or _outermost(spans, lambda span: span.stage == _TRAJECTORY)
+        or _calling_roots(spans)
+    )
     for number, root in enumerate(roots):
-        name = f"{spans[root].stage} {traces.get(root, '')[:8] or number}"
+        said = (spans[root].attrs or {}).get(_ID)
+        name = f"{spans[root].stage} {traces.get(root, '')[:8] or number}" if said is None else f"{said}"
         spans[root].trajectory = (
             name if all(spans[one].trajectory != name for one in roots) else f"{name}-{number}"
         )
@@ -138,12 +144,11 @@ def _name_trajectories(spans: Sequence[Span], contexts: dict[TraceContext, int])
         span.trajectory = above.trajectory
 
 
-def _outermost_agents(spans: Sequence[Span]) -> list[int]:
+def _outermost(spans: Sequence[Span], is_one: Callable[[Span], bool]) -> list[int]:
     return [
         index
         for index, span in enumerate(spans)
-        if span.role == "agent_loop"
-        and all(spans[above].role != "agent_loop" for above in _above(spans, span))
+        if is_one(span) and not any(is_one(spans[above]) for above in _above(spans, span))
     ]
 
 

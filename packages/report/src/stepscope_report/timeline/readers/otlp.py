@@ -53,6 +53,7 @@ _TEXTS = frozenset(
         "server.address",
         "thread_label",
         "tool.name",
+        "trajectory_id",
     }
 )
 """Attributes whose text is kept: names and ids. The text of any other attribute could be a user's."""
