@@ -12,7 +12,7 @@ import pytest
 from packages.report.tests.commands import Command
 from packages.report.tests.test_device_idle import launched, on_host
 from packages.report.tests.test_plain_traces import RECORDED, trace
-from stepscope_report.advice.traces import is_single
+from stepscope_report.advice.kernels import is_single
 
 Json = dict[str, Any]
 KERNELS = 400

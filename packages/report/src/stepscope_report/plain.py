@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from stepscope_report.advice import Advice
-from stepscope_report.advice.traces import TraceEvidence, trace_advice
+from stepscope_report.advice.trace_evidence import TraceEvidence
+from stepscope_report.advice.traces import trace_advice
 from stepscope_report.brief import Part, engine_lines
 from stepscope_report.diff import Change, Diff, Figures, Side
 from stepscope_report.formatting import count, duration, few, moment

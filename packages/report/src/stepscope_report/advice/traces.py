@@ -1,5 +1,5 @@
-"""Advice from traces alone: rules on gaps, labels, kernels, streams and ranks, each with the time that could
-be saved.
+"""Advice from traces alone: rules on gaps, labels and ranks, and a list of all rules, each with the time that
+could be saved.
 
 Thresholds are shares of the recorded time of a process, because traces do not show the steps of a whole run.
 """
@@ -14,35 +14,21 @@ from statistics import median
 import msgspec
 
 from stepscope_report.advice import Advice, percentage_of
+from stepscope_report.advice.kernels import (
+    exposed_copies,
+    serial_streams,
+    single_precision,
+    small_kernels,
+    unfused_optimizer,
+    unpinned_copies,
+)
+from stepscope_report.advice.trace_evidence import SMALL_US, TraceEvidence, longest_process, say_us, share
 from stepscope_report.formatting import count, duration, few, size
 from stepscope_report.sections.gaps import REMEDIES, GapRow
-from stepscope_report.sections.labels import LabelRow
-from stepscope_report.sections.traces import DeviceRow, TraceTables
+from stepscope_report.sections.traces import DeviceRow
 from stepscope_report.table import grouped
-from stepscope_report.timeline import TraceActivity
-from stepscope_report.timeline.activity.content import Kernel
 from stepscope_report.timeline.activity.device_idle import GapKind
-from stepscope_report.timeline.activity.doubts import DOUBTS, LINKS
-
-
-class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of traces that the rules read."""
-
-    gaps: Sequence[GapRow]
-    labels: Sequence[LabelRow]
-    traces: TraceTables
-    activities: Sequence[TraceActivity]
-
-    @property
-    def untrusted(self) -> frozenset[str]:
-        """Return the names of processes whose trace lost device work or has wrong times for it. Their gaps
-        are not used.
-        """
-        return frozenset(one.name for one in self.activities if DOUBTS & one.content.problems.keys())
-
-    def recorded_ns(self, process: str) -> int:
-        return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
-
+from stepscope_report.timeline.activity.doubts import LINKS
 
 IN_DOUBT = "in doubt: see Can these traces be believed?"
 
@@ -53,22 +39,6 @@ def trace_advice(evidence: TraceEvidence) -> tuple[Advice, ...]:
     if any(activity.content.problems.keys() - LINKS for activity in evidence.activities):
         said = (msgspec.structs.replace(advice, because=(*advice.because, IN_DOUBT)) for advice in said)
     return tuple(sorted(said, key=lambda advice: (advice.kind != "alarm", -(advice.saves_ns or 0))))
-
-
-def _share(process: str, ns: int, evidence: TraceEvidence) -> str:
-    recorded_ns = evidence.recorded_ns(process)
-    return f"{process}: {duration(ns)}, {percentage_of(ns, recorded_ns)} of the time recorded"
-
-
-def _longest(times: Iterable[tuple[str, float]]) -> tuple[str, int]:
-    """Return the process with the longest sum of times in us, and the sum in ns. Ranks run at once, so that a
-    sum over ranks is no time that a step could save.
-    """
-    sums: dict[str, float] = defaultdict(float)
-    for name, us in times:
-        sums[name] += us
-    process = max(sums, key=lambda name: sums[name], default="")
-    return process, round(sums.get(process, 0.0) * 1000)
 
 
 class _Gaps(msgspec.Struct, frozen=True):
@@ -117,7 +87,7 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
         worst = max(own, key=lambda row: row.total_ns)
         where = ", ".join(filter(None, (worst.call, worst.place)))
         because = [
-            _share(process, totals[process], evidence),
+            share(process, totals[process], evidence),
             _say_gaps(own),
             *([f"most in {where}: {duration(worst.total_ns)}"] if where else _in_label(own, evidence)),
         ]
@@ -145,49 +115,12 @@ def _in_label(rows: Sequence[GapRow], evidence: TraceEvidence) -> Iterator[str]:
             times[label.path[-1]] += min(label.idle.get(kind, 0.0), label.idle_us or 0.0)
     name = max(times, key=lambda name: times[name], default=_STEP)
     if not name.startswith(_STEP) and times[name] * 2000 >= sum(row.total_ns for row in rows):
-        yield f"most in {name}: {_say(times[name])}"
+        yield f"most in {name}: {say_us(times[name])}"
 
 
 def _say_gaps(rows: Sequence[GapRow]) -> str:
     longest_ns = max(row.longest_ns for row in rows)
     return f"{count(sum(row.count for row in rows), 'gap')}, the longest {duration(longest_ns)}"
-
-
-_SMALL_US = 10.0
-_MANY = 200
-"""Number of kernels that a process must have for advice on small kernels."""
-
-
-def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if nine of ten kernels take under 10 us on average, and a tenth of the time is between them."""
-    worst: tuple[int, str, int, int] | None = None
-    for name, own in grouped(evidence.activities, lambda activity: activity.name).items():
-        kernels = [kernel for one in own for kernel in one.content.kernels if kernel.work == "compute"]
-        total = sum(kernel.count for kernel in kernels)
-        small = sum(kernel.count for kernel in kernels if kernel.total_us < _SMALL_US * kernel.count)
-        between_ns = sum(
-            row.total_ns
-            for row in evidence.gaps
-            if row.process == name and row.kind in ("queued", "slow launches")
-        )
-        if (
-            name in evidence.untrusted
-            or total < _MANY
-            or small * 10 < total * 9
-            or between_ns * 10 < evidence.recorded_ns(name)
-        ):
-            continue
-        if worst is None or between_ns > worst[0]:
-            worst = between_ns, name, small, total
-    if worst is not None:
-        between_ns, name, small, total = worst
-        yield Advice(
-            rule="small-kernels",
-            what="nearly all kernels are small, so that the time between them counts",
-            because=(f"{small:,} of {total:,} kernels take under 10 us", _share(name, between_ns, evidence)),
-            do="torch.compile or fused kernels, CUDA graphs (mode='reduce-overhead'), larger batches",
-            saves_ns=between_ns,
-        )
 
 
 def host_data_loader(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -223,7 +156,7 @@ def small_operators(evidence: TraceEvidence) -> Iterator[Advice]:
         for activity in evidence.activities
         if not activity.content.devices
         for operator in activity.content.operators
-        if not operator.outer and operator.count >= _OFTEN and operator.self_us < _SMALL_US * operator.count
+        if not operator.outer and operator.count >= _OFTEN and operator.self_us < SMALL_US * operator.count
     )
     self_us, number, name, process = max(called, default=(0.0, 0, "", ""))
     own_ns = round(self_us * 1000)
@@ -233,7 +166,7 @@ def small_operators(evidence: TraceEvidence) -> Iterator[Advice]:
             what=f"{name} is called again and again, for little work each time",
             because=(
                 f"{count(number, 'call')}, each {duration(own_ns // number)}",
-                _share(process, own_ns, evidence),
+                share(process, own_ns, evidence),
             ),
             do="one operator on a larger tensor instead of a loop; torch.compile, which fuses them",
             saves_ns=own_ns,
@@ -255,61 +188,16 @@ def compiled_again(evidence: TraceEvidence) -> Iterator[Advice]:
         for label in activity.content.labels
         if _COMPILES.match(label.path[-1]) and not any(_COMPILES.match(name) for name in label.path[:-1])
     ]
-    process, ns = _longest((name, label.cpu_us) for name, label in roots)
+    process, ns = longest_process((name, label.cpu_us) for name, label in roots)
     if ns and ns * 20 >= evidence.recorded_ns(process):
         times = sum(label.count for name, label in roots if name == process)
         yield Advice(
             rule="recompilation",
             what="torch.compile compiles within the recorded time",
-            because=(count(times, "time"), _share(process, ns, evidence)),
+            because=(count(times, "time"), share(process, ns, evidence)),
             do=REMEDIES["compilation"],
             saves_ns=ns,
         )
-
-
-_PAGEABLE = re.compile(".*Pageable")
-
-
-def unpinned_copies(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if copies between a device and memory that is not pinned took 1 % of a process' time."""
-    copies = [copy for copy in _copies(evidence) if _PAGEABLE.match(copy[1].name)]
-    process, ns = _longest((name, kernel.total_us) for name, kernel in copies)
-    if ns and ns * 100 >= evidence.recorded_ns(process):
-        yield Advice(
-            rule="unpinned-copies",
-            what="memory that is not pinned is copied",
-            because=(_share(process, ns, evidence), _most_copied(process, copies)),
-            do="pin_memory=True in the DataLoader, tensor.pin_memory(), and non_blocking=True",
-            saves_ns=ns,
-        )
-
-
-def exposed_copies(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if a device did nothing but copy, mostly pinned memory, for a tenth of its time."""
-    alone = {row: row.busy_ns - row.compute_ns - row.exposed_ns for row in evidence.traces.devices}
-    row = max(alone, key=lambda row: alone[row], default=None)
-    if row is None or alone[row] * 10 < row.recorded_ns:
-        return
-    most = _most_copied(row.process, _copies(evidence))
-    if not _PAGEABLE.match(most):
-        yield Advice(
-            rule="exposed-copies",
-            what="copies are not hidden behind computation",
-            because=(_share(row.process, alone[row], evidence), most),
-            do="pinned memory, non_blocking=True and a stream of its own, a layer ahead; less offloading",
-            saves_ns=alone[row],
-        )
-
-
-def _copies(evidence: TraceEvidence) -> list[tuple[str, Kernel]]:
-    """Return the copies of each process by its name."""
-    of_all = ((one.name, kernel) for one in evidence.activities for kernel in one.content.kernels)
-    return [(name, kernel) for name, kernel in of_all if kernel.work == "memory"]
-
-
-def _most_copied(process: str, copies: Iterable[tuple[str, Kernel]]) -> str:
-    most = max((kernel for name, kernel in copies if name == process), key=lambda kernel: kernel.total_us)
-    return f"{most.name}: {count(most.count, 'copy')}, {_say(most.total_us)}"
 
 
 def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -324,7 +212,7 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
     yield Advice(
         rule="exposed-communication",
         what="communication is not hidden behind computation",
-        because=(_share(worst.process, worst.exposed_ns, evidence), *([before] if waited else [])),
+        because=(share(worst.process, worst.exposed_ns, evidence), *([before] if waited else [])),
         do="even out the work of the ranks"
         if late
         else "larger buckets, prefetch (forward_prefetch and backward_prefetch of FSDP), smaller groups",
@@ -388,7 +276,7 @@ def _longer_there(process: str, each_ns: int, evidence: TraceEvidence) -> Iterat
         return
     path = max((path for path in more if more[path][0] * 2 >= most), key=len)  # the innermost one
     usual = more[path][1]
-    yield f"{path[-1]}: {_say(mine[path])} there, {_say(usual)} on the others"
+    yield f"{path[-1]}: {say_us(mine[path])} there, {say_us(usual)} on the others"
 
 
 def uneven_work(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -437,108 +325,6 @@ def memory_headroom(evidence: TraceEvidence) -> Iterator[Advice]:
             if fragments
             else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run",
         )
-
-
-_OPTIMIZER = "Optimizer.step#"
-_FEW_KERNELS = 20
-
-
-def unfused_optimizer(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if steps of the optimizer launch many kernels, none of them fused, and take 3 % of the time."""
-    fused = any(row.name.startswith("aten::_fused_") for row in evidence.traces.operators)
-    steps = (
-        (max(label.cpu_us, label.busy_us or 0.0), activity.name, label)
-        for activity in evidence.activities
-        for label in activity.content.labels
-        if label.path[-1].startswith(_OPTIMIZER) and label.count
-    )
-    us, process, label = max(steps, key=lambda step: step[0], default=(0.0, "", None))
-    if fused or label is None:
-        return
-    each, ns = label.kernels // label.count, round(us * 1000)
-    if each >= _FEW_KERNELS and ns * 100 >= 3 * evidence.recorded_ns(process):
-        yield Advice(
-            rule="unfused-optimizer",
-            what="the optimizer launches many kernels, none of them fused",
-            because=(
-                f"{label.path[-1]}: {each:,} kernels a step",
-                f"{process}: {_say(label.cpu_us)} on the CPU, {_say(label.busy_us or 0.0)} on the device",
-            ),
-            do="fused=True in torch's Adam, AdamW and SGD, else foreach=True",
-            saves_ns=ns,
-        )
-
-
-_FP32 = re.compile(r".*(?<![a-z])sgemm|.*f32f32_f32f32|.*tf32|Cijk_\w+_SB_|.*s1688gemm", re.IGNORECASE)
-_HALF = re.compile(r".*(b|_|p)f16|.*half|.*fp16", re.IGNORECASE)
-"""Names of matrix products in half precision, as cuBLAS, cutlass and Tensile name them."""
-_TF32 = re.compile(r".*tf32|.*s1688gemm", re.IGNORECASE)
-
-
-def is_single(kernel: str) -> bool:
-    """Return True if a kernel is a matrix product in single precision."""
-    return _FP32.match(kernel) is not None and _HALF.match(kernel) is None
-
-
-def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if matrix products in single precision took a fifth of a process' computation, and half of them
-    1 % of its time.
-    """
-    single = [
-        (activity.name, kernel)
-        for activity in evidence.activities
-        for kernel in activity.content.kernels
-        if kernel.work == "compute" and is_single(kernel.name)
-    ]
-    process, ns = _longest((name, kernel.total_us) for name, kernel in single)
-    compute_ns = sum(row.compute_ns for row in evidence.traces.devices if row.process == process)
-    if ns == 0 or ns * 5 < compute_ns or _is_little(ns // 2, process, evidence):
-        return
-    worst = max((kernel for name, kernel in single if name == process), key=lambda kernel: kernel.total_us)
-    yield Advice(
-        rule="single-precision",
-        what="matrix products run in single precision",
-        because=(f"{process}: {duration(ns)} of {duration(compute_ns)} computation", f"{worst.name[:60]}"),
-        do="torch.autocast(dtype=torch.bfloat16), or BF16 weights"
-        + ("" if _TF32.match(worst.name) else "; at least torch.set_float32_matmul_precision('high')"),
-        saves_ns=ns // 2,
-    )
-
-
-def _is_little(ns: int, process: str, evidence: TraceEvidence) -> bool:
-    return ns * 100 < evidence.recorded_ns(process)
-
-
-def serial_streams(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if a device has several streams of computation, 1 % of the time beside the busiest, that hardly
-    ever run at once.
-    """
-    for activity in evidence.activities:
-        for device, streams in grouped(activity.content.streams, lambda stream: stream.device).items():
-            usage = next((one for one in activity.content.devices if one.name == device), None)
-            ordered = sorted((stream.compute_us for stream in streams), reverse=True)
-            if usage is None or len(ordered) < 2 or ordered[1] * 5 < ordered[0]:
-                continue
-            at_once_us = sum(ordered) - usage.compute_us
-            others_us = sum(ordered[1:])
-            if at_once_us * 10 > others_us or _is_little(round(others_us * 1000), activity.name, evidence):
-                continue
-            yield Advice(
-                rule="uneven-streams",
-                what="streams that could compute at once run one after the other",
-                because=(
-                    f"{activity.name}: {len(ordered)} streams",
-                    f"the busiest {_say(ordered[0])}, the others {_say(others_us)}",
-                    f"at once {_say(max(0.0, at_once_us))}",
-                ),
-                do="look for events and synchronisations between them; else one stream does as well",
-                saves_ns=round(others_us * 1000),
-            )
-            return
-
-
-def _say(us: float) -> str:
-    return duration(round(us * 1000))
 
 
 RULES: tuple[Callable[[TraceEvidence], Iterable[Advice]], ...] = (

@@ -1,0 +1,62 @@
+"""The figures of traces that rules of advice read, and what the rules say of times in them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from stepscope_report.advice import percentage_of
+from stepscope_report.formatting import duration
+from stepscope_report.sections.gaps import GapRow
+from stepscope_report.sections.labels import LabelRow
+from stepscope_report.sections.traces import TraceTables
+from stepscope_report.timeline import TraceActivity
+from stepscope_report.timeline.activity.doubts import DOUBTS
+
+SMALL_US = 10.0
+"""Time in us below which a kernel or operator is small."""
+
+
+class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of traces that the rules read."""
+
+    gaps: Sequence[GapRow]
+    labels: Sequence[LabelRow]
+    traces: TraceTables
+    activities: Sequence[TraceActivity]
+
+    @property
+    def untrusted(self) -> frozenset[str]:
+        """Return the names of processes whose trace lost device work or has wrong times for it. Their gaps
+        are not used.
+        """
+        return frozenset(one.name for one in self.activities if DOUBTS & one.content.problems.keys())
+
+    def recorded_ns(self, process: str) -> int:
+        return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
+
+
+def longest_process(times: Iterable[tuple[str, float]]) -> tuple[str, int]:
+    """Return the process with the longest sum of times in us, and the sum in ns. Ranks run at once, so that a
+    sum over ranks is no time that a step could save.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    for name, us in times:
+        sums[name] += us
+    process = max(sums, key=lambda name: sums[name], default="")
+    return process, round(sums.get(process, 0.0) * 1000)
+
+
+def share(process: str, ns: int, evidence: TraceEvidence) -> str:
+    recorded_ns = evidence.recorded_ns(process)
+    return f"{process}: {duration(ns)}, {percentage_of(ns, recorded_ns)} of the time recorded"
+
+
+def is_little(ns: int, process: str, evidence: TraceEvidence) -> bool:
+    return ns * 100 < evidence.recorded_ns(process)
+
+
+def say_us(us: float) -> str:
+    return duration(round(us * 1000))
