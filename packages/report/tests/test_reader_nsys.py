@@ -22,9 +22,9 @@ from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.plain import Plain
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, merge_step
+from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.readers import Claim, FoundFile, Reader
 from stepscope_report.timeline.readers.nsys import BACKWARDS, NEVER_ENDED, NO_RANGES, NO_TIME, NsysReader
-from stepscope_report.timeline.step.plain import read_plain
 
 MS = 1_000_000
 SESSION_NS = OPENED_NS - 500 * MS
