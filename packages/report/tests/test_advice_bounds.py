@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from packages.report.tests.simulated import MS, Rollout
+from packages.report.tests.steps import some
 from stepscope.testing.steps import StepFolder
 from stepscope_report import step_critical_path, step_report
 from stepscope_report.timeline import load_step
@@ -95,8 +96,7 @@ def test_with_a_slot_for_each_request_a_step_loses_no_more_than_the_bound(
     tmp_path: Path, at_once: int
 ) -> None:
     tight = Rollout(slots=1, trajectories=20, at_once=at_once, tool_ms=lambda number, turn: 20)
-    bound_ns = step_critical_path(tight.timeline(tmp_path / "tight")).queues_save_ns
-    assert bound_ns is not None
+    bound_ns = some(step_critical_path(tight.timeline(tmp_path / "tight")).queues_save_ns)
     free = replace(tight, slots=100)
     free.report(tmp_path / "free")
     assert 0 < tight.wall_ns - free.wall_ns <= bound_ns <= tight.wall_ns
@@ -112,9 +112,8 @@ def test_without_prefill_a_step_loses_no_more_than_the_bound(tmp_path: Path) -> 
     assert rollout.wall_ns - cached.wall_ns <= saves_ns
 
 
-def test_without_moving_weights_a_step_loses_no_more_than_the_bound(tmp_path: Path) -> None:
+def test_without_moving_weights_a_step_loses_no_more_than_the_bound(folder: StepFolder) -> None:
     """Weights move for 100 of 500 ms, half of that beside work that does not wait for them."""
-    folder = StepFolder(tmp_path)
     trainer, actor, reward = (
         folder.process("trainer", owner=True), folder.process("actor", 0), folder.process("reward", 0),
     )  # fmt: skip

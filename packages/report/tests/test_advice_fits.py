@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.report.tests.test_report_advice import Case, other_host, queue, slow_rank, weights
+from packages.report.tests.cases import Case, other_host, queue, slow_rank, weights
+from packages.report.tests.steps import MS
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, OwnCost
@@ -19,7 +20,6 @@ from stepscope_report import Advice, StepReport, phaseless_engines, step_report
 from stepscope_report.sections.engines import say_phaseless
 from stepscope_report.timeline import load_step
 
-MS = 1_000_000
 Change = Callable[[Case], None]
 
 
@@ -166,9 +166,8 @@ def met(case: Case) -> None:
     ],
 )  # fmt: skip
 def test_advice_names_what_fits_the_step_and_nothing_else(
-    tmp_path: Path, rule: str, changes: list[Change], fits: str, not_fits: str
+    case: Case, rule: str, changes: list[Change], fits: str, not_fits: str
 ) -> None:
-    case = Case(tmp_path)
     for change in changes:
         change(case)
     advice = case.advice(traces=True)
@@ -195,16 +194,14 @@ def test_advice_names_what_fits_the_step_and_nothing_else(
     ],
 )
 def test_a_rule_stays_silent_where_its_cause_is_not_there(
-    tmp_path: Path, rule: str, changes: list[Change]
+    case: Case, rule: str, changes: list[Change]
 ) -> None:
-    case = Case(tmp_path)
     for change in changes:
         change(case)
     assert rule not in case.advice(traces=True)
 
 
-def test_the_cost_of_the_capture_is_no_alarm_and_stands_behind_the_steps_own_story(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_the_cost_of_the_capture_is_no_alarm_and_stands_behind_the_steps_own_story(case: Case) -> None:
     for change in (dear, slow_rank, queue, profiled(0)):
         change(case)
     advice: list[Advice] = list(case.advice().values())
@@ -214,8 +211,7 @@ def test_the_cost_of_the_capture_is_no_alarm_and_stands_behind_the_steps_own_sto
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_an_engine_that_was_given_is_not_asked_for(tmp_path: Path, given: bool) -> None:
-    case = Case(tmp_path)
+def test_an_engine_that_was_given_is_not_asked_for(case: Case, given: bool) -> None:
     case.replica.span("request", 0, 100 * MS)
     if given:
         engine_recorded(case)
@@ -268,9 +264,8 @@ def test_no_advice_asks_for_a_line_of_code(tmp_path: Path, make: Callable[[Path]
     assert not [line.do for line in advice for word in IN_CODE if word in line.do]
 
 
-def test_phases_are_not_asked_for(tmp_path: Path) -> None:
+def test_phases_are_not_asked_for(case: Case) -> None:
     """Its framework calls `generate`, and no entry of the reader's could take that apart."""
-    case = Case(tmp_path)
     case.replica.span("answer", 0, 400 * MS)
     assert unedited(case).phaseless == ()
 
@@ -290,9 +285,8 @@ def slow_actor(case: Case) -> None:
     ],
 )
 def test_a_slow_process_is_advised_on_by_what_recorded_it(
-    tmp_path: Path, recorded: list[Callable[[Case], None]], remedy: str
+    case: Case, recorded: list[Callable[[Case], None]], remedy: str
 ) -> None:
-    case = Case(tmp_path)
     for change in (slow_actor, *recorded):
         change(case)
     advice = {advice.rule: advice for advice in unedited(case).advice}["profiler-cost"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from packages.report.tests.steps import close, printed
+from packages.report.tests.steps import close, printed, some
 from stepscope import ProfileConfig, attach, capture, carrier, consume, profile_step, span, trajectory, turn
 from stepscope.files.layout import RunLayout
 from stepscope.testing.steps import StepFolder
@@ -164,8 +164,7 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 
 def test_how_stale_each_trajectory_is_that_the_step_consumes(stale: RunLayout) -> None:
-    staleness = report(stale, 7).staleness
-    assert staleness is not None
+    staleness = some(report(stale, 7).staleness)
     assert (staleness.trajectories, staleness.policy_version, staleness.mixed) == (5, 6, 1)
     assert staleness.steps == Lag(known=4, p50=1, p90=4, max=4)
     assert staleness.versions == Lag(known=4, p50=1, p90=4, max=4)
@@ -195,15 +194,12 @@ def test_consuming_takes_no_time_and_is_no_stage(stale: RunLayout) -> None:
     assert result.long_tail is not None
     assert result.long_tail.consumed == 5
     assert (result.long_tail.trajectories, result.long_tail.of_other_steps, result.long_tail.under_way) == (
-        1,
-        1,
-        1,
-    )
+        1, 1, 1,
+    )  # fmt: skip
 
 
 def test_a_slow_trajectory_says_which_step_it_is_for(stale: RunLayout) -> None:
-    tail = report(stale, 7).long_tail
-    assert tail is not None
+    tail = some(report(stale, 7).long_tail)
     assert {(row.trajectory, row.consumed_by, row.policy_version) for row in tail.worst} == {
         ("t7", None, 6), ("t8", 8, 6),
     }  # fmt: skip
@@ -299,8 +295,7 @@ def test_a_step_does_not_wait_for_what_it_does_not_consume(tmp_path: Path) -> No
     result = step_report(timeline)
     assert time_ms(result) == {"generate": 300, "update_actor": 900}
     assert [advice.rule for advice in result.advice] == []
-    tail = result.long_tail
-    assert tail is not None
+    tail = some(result.long_tail)
     assert (tail.trajectories, tail.open, tail.of_other_steps, tail.consumed_before) == (27, 0, 3, 1)
     assert "3 not consumed by this step, 1 consumed without" in " ".join(tail_sentences(tail))
     assert (tail.held_ns, tail.rollout_ns) == (0, 300 * MS)
@@ -317,8 +312,7 @@ def test_a_step_does_not_wait_for_what_it_does_not_consume(tmp_path: Path) -> No
     ("named", "dropped"), [(["another id"], 0), ([f"t{number}" for number in range(27)], 1)]
 )
 def test_marks_that_do_not_tell_all_decide_nothing(tmp_path: Path, named: list[str], dropped: int) -> None:
-    tail = step_report(with_stragglers(tmp_path, named=named, dropped=dropped)).long_tail
-    assert tail is not None
+    tail = some(step_report(with_stragglers(tmp_path, named=named, dropped=dropped)).long_tail)
     assert (tail.open, tail.of_other_steps) == (3, 0)
 
 
@@ -333,8 +327,7 @@ def test_marks_decide_over_the_step_that_a_trajectory_was_begun_for(tmp_path: Pa
     timeline = load_step(RunLayout(tmp_path).step(5).root)
     assert {name for (_, name, _), span in spans(timeline).items() if timeline.consumes(span)} == {"early"}
     assert {name for (_, name, _), span in spans(timeline).items() if timeline.leaves(span)} == {"late"}
-    tail = step_report(timeline).long_tail
-    assert tail is not None
+    tail = some(step_report(timeline).long_tail)
     assert [(row.trajectory, row.consumed, row.consumed_by) for row in tail.worst] == [
         ("early", True, None), ("late", False, None),
     ]  # fmt: skip
@@ -416,17 +409,15 @@ def of_trajectories(report: StepReport) -> str:
     return " ".join(tail_sentences(report.long_tail))
 
 
-def test_cancelled_trajectories_are_no_part_of_the_long_tail(tmp_path: Path) -> None:
+def test_cancelled_trajectories_are_no_part_of_the_long_tail(folder: StepFolder) -> None:
     """Nine end at 100 ms. One is cancelled at 900 ms, when the trainer has enough."""
-    folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     for number in range(9):
         driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory=f"t{number}")
     driver.span("trajectory", 0, 900 * MS, role="agent_loop", trajectory="slow", cancelled=True)
     driver.close(1000 * MS)
     report = step_report(load_step(folder.write()))
-    tail = report.long_tail
-    assert tail is not None
+    tail = some(report.long_tail)
     assert (tail.trajectories, tail.cancelled, tail.of_other_steps) == (9, 1, 0)
     assert (tail.held_ns, tail.rollout_ns, tail.cancelled_after_ns) == (0, 100 * MS, 800 * MS)
     assert max(spread.max.ns for spread in tail.spreads) == 100 * MS

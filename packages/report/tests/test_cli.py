@@ -186,10 +186,7 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
             "is a folder inside a step: give the step's: {}/runs/first/step",
         ),
         (["report", "{}/runs/first", "--step", "3"], "holds no step 3. Captured: 2, 4"),
-        (
-            ["report", "{}/runs/first/step_000002", "--step", "2"],
-            "is the folder of one step: omit --step",
-        ),
+        (["report", "{}/runs/first/step_000002", "--step", "2"], "is the folder of one step: omit --step"),
         (["ls", "{}/empty"], "does the training loop open `capture(step)`"),
     ],
 )
@@ -463,10 +460,7 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     assert text.count("ended early") == 1
     assert "ValueError: no prompt" in text
     run(["ls", str(tmp_path), "--json"])
-    assert [row["error"] for row in json.loads(capsys.readouterr().out)] == [
-        None,
-        "ValueError: no prompt",
-    ]
+    assert [row["error"] for row in json.loads(capsys.readouterr().out)] == [None, "ValueError: no prompt"]
     run(["report", str(tmp_path), "--no-html"])
     text = capsys.readouterr().out
     assert "yes, ended early" in text
@@ -543,11 +537,8 @@ def test_a_page_links_to_the_artifacts_that_are_there_and_to_none_outside(tmp_pa
     run(["report", str(tmp_path / "step_000002")])
     page = (tmp_path / "step_000002" / "report.html").read_text()
     assert [part.partition('"')[0] for part in page.split('href="./')[1:]] == [
-        "spans/",
-        "processes/",
-        "traces/",
-        "traces/actor/t.json.gz",
-    ]
+        "spans/", "processes/", "traces/", "traces/actor/t.json.gz",
+    ]  # fmt: skip
 
 
 def test_two_runs_are_compared_also_within_one_folder(tmp_path: Path, command: Command) -> None:

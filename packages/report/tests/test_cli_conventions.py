@@ -77,7 +77,6 @@ def test_steps_are_spelled_as_in_the_configuration(
         (["report", "{}", "--brief", "--json"], "--brief goes without --json"),
         (["report", "{}", "--markdown"], "--markdown needs --brief or --by"),
         (["report", "{}", "--run", "zzz"], "holds no step of run 'zzz'. Runs: run1"),
-        (["diff", "{}", "{}", "--stage", "rollout/*"], "--stage is 'rollout/*'; allowed: only with a limit"),
         (["diff", "{}", "{}", "--steps-b", "9"], "--steps-b is '9'; allowed: captured steps: 2, 3, 4, 5"),
         (["trigger", "lst", "{}"], "there is no `stepscope trigger lst`: did you mean 'list'?"),
     ],

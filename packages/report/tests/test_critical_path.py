@@ -319,10 +319,7 @@ def test_a_call_whose_place_is_not_known_leaves_its_caller_not_known() -> None:
 
 
 def test_a_reply_that_seems_to_come_after_its_call_ended_is_within_the_clocks_error() -> None:
-    spans = [
-        span(0, "generate", 0, 300 * MS),
-        span(1, "decode", 10 * MS, 301 * MS, parent=0),
-    ]
+    spans = [span(0, "generate", 0, 300 * MS), span(1, "decode", 10 * MS, 301 * MS, parent=0)]
     processes = process("trainer", 0), process("rollout", 0, alignment="measured", uncertainty_ns=2 * MS)
     assert known(step(300 * MS, spans, *processes)) == [
         (0, "generate", "work", 10 * MS),
@@ -338,10 +335,7 @@ def test_a_thread_of_the_owner_that_runs_beside_the_steps_is_no_cause() -> None:
         span(0, "prefetch", 100 * MS, 390 * MS, thread=1),
         span(0, "save", 300 * MS, 400 * MS),
     ]
-    assert known(step(400 * MS, spans)) == [
-        (0, "update", "work", 300 * MS),
-        (0, "save", "work", 100 * MS),
-    ]
+    assert known(step(400 * MS, spans)) == [(0, "update", "work", 300 * MS), (0, "save", "work", 100 * MS)]
 
 
 @pytest.mark.parametrize("thread", [FIRST_PID, FIRST_PID + 1])

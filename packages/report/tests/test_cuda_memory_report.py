@@ -156,11 +156,8 @@ def test_what_held_the_memory_is_said_by_stage_and_line(tmp_path: Path, skew_ns:
     put(folder, actor, shifted(summarise(snapshot(), 1000), skew_ns // 1000))
     (row,) = report(folder).cuda_memory
     assert (row.process, row.device, row.allocated_bytes, row.at_ns) == (
-        "actor 0",
-        "cuda:0",
-        450 * MB,
-        30 * MS,
-    )
+        "actor 0", "cuda:0", 450 * MB, 30 * MS,
+    )  # fmt: skip
     assert [(holder.stage, holder.where, holder.bytes // MB) for holder in row.holders] == [
         ("actor forward", FORWARD, 300),
         ("actor update_actor", BACKWARD, 50),

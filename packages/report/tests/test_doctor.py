@@ -289,10 +289,7 @@ def test_an_engine_without_an_adapter_that_works_is_told(
 
 @pytest.mark.parametrize(
     ("value", "state", "finding"),
-    [
-        ("json:dumps", "green", "1.0: mine (stepscope.engines)"),
-        ("nowhere_at_all:x", "red", "ModuleNot"),
-    ],
+    [("json:dumps", "green", "1.0: mine (stepscope.engines)"), ("nowhere_at_all:x", "red", "ModuleNot")],
 )
 def test_a_package_that_extends_stepscope_is_listed(
     value: str, state: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

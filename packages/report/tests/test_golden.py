@@ -10,12 +10,13 @@ from types import ModuleType
 
 import pytest
 
+from packages.report.tests.steps import some
+
 MACHINE = r'"vm"|_vm_|"/(tmp|home|root|work)/'
 
 
 def _golden() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
-    assert spec is not None
+    spec = some(importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py")))
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

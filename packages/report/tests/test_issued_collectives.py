@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.steps import MS, some
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import step_report
 from stepscope_report.stragglers import unseen_collectives
 from stepscope_report.timeline import Timeline, load_step
-
-MS = 1_000_000
 
 
 def issue(process: FakeProcess, at_ms: int, number: int) -> None:
@@ -44,10 +43,8 @@ def test_a_rank_waits_from_its_last_bucket_to_that_of_the_last_rank(tmp_path: Pa
     assert [timeline.spans[one.parent or 0].stage for one in calls] == ["update", "update"]
     assert {one.role for one in calls} == {"learner"}
     report = step_report(timeline)
-    assert report.cause is not None
-    assert report.cause.kind == "late-rank"
-    assert report.cause.process is not None
-    assert report.cause.process.rank == 1
+    cause = some(report.cause)
+    assert (cause.kind, some(cause.process).rank) == ("late-rank", 1)
     (update,) = [stage for stage in report.stages if stage.stage == "update"]
     assert [share.waited_ns for share in update.processes] == [200 * MS + 1, 1]
 

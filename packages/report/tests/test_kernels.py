@@ -129,42 +129,34 @@ def test_waiting_for_a_collective_is_its_time_without_operators(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "prefills", "decodes", "tokens"),
+    ("name", "requests"),
     [
-        ("execute_context_2(512)_generation_6(6)", 2, 6, 512),
-        ("step[EXTEND bs=4 toks=32]", 4, 0, 32),
-        ("execute_518_context_2(sq512sk600sqsq9sqsk8)_generation_6(sq6sk90sqsq6sqsk7)", 2, 6, 512),
-        ("step[DECODE bs=4]", 0, 4, 0),
-        ("step[VERIFY bs=3]", 0, 3, 0),
+        ("execute_context_2(512)_generation_6(6)", (2, 6, 512, False)),
+        ("execute_context_1(888_788544)_generation_0(0)", (1, 0, 888, False)),
+        ("execute_518_context_2(sq512sk600sqsq9sqsk8)_generation_6(sq6sk90sqsq6sqsk7)", (2, 6, 512, False)),
+        (
+            "execute_8192_context_9(sq8155sk8430sqsq7sqsk8)_generation_37(sq37sk34489sqsq37)",
+            (9, 37, 8155, False),
+        ),
+        ("step[EXTEND bs=4 toks=32]", (4, 0, 32, False)),
+        ("step[DECODE bs=4]", (0, 4, 0, False)),
+        ("step[VERIFY bs=3]", (0, 3, 0, False)),
+        ("step[MIXED bs=5]", (5, 0, None, True)),
+        # These serve no request.
+        ("scheduler.run_batch", None),
+        ("execute_context_0(0)_generation_0(0)", None),
+        ("step[IDLE bs=0]", None),
+        ("step[EXTEND bs=0 toks=0]", None),
+        ("step[DRAFT bs=4]", None),
+        ("step[PREBUILT bs=2]", None),
     ],
 )
 def test_an_engines_iterations_are_read_from_its_annotations(
-    name: str, prefills: int, decodes: int, tokens: int
+    name: str, requests: tuple[int, int, int | None, bool] | None
 ) -> None:
-    iteration = iteration_of(name)
-    assert iteration is not None
-    assert (iteration.prefills, iteration.decodes, iteration.prefill_tokens) == (prefills, decodes, tokens)
-    assert iteration_of("scheduler.run_batch") is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "execute_context_0(0)_generation_0(0)",
-        "step[IDLE bs=0]",
-        "step[EXTEND bs=0 toks=0]",
-        "step[DRAFT bs=4]",
-        "step[PREBUILT bs=2]",
-    ],
-)
-def test_a_pass_that_serves_no_request_is_no_iteration(name: str) -> None:
-    assert iteration_of(name) is None
-
-
-def test_a_mixed_batch_is_both_prefill_and_decode() -> None:
-    iteration = iteration_of("step[MIXED bs=5]")
-    assert iteration is not None
-    assert (iteration.mixed, iteration.prefills, iteration.prefill_tokens) == (True, 5, None)
+    """A mixed batch is both prefill and decode."""
+    made = iteration_of(name)
+    assert (made and (made.prefills, made.decodes, made.prefill_tokens, made.mixed)) == requests
 
 
 def test_iterations_on_the_device_are_preferred_to_their_launches(tmp_path: Path) -> None:

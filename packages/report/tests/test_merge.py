@@ -124,8 +124,7 @@ def two(tmp_path: Path) -> tuple[StepFolder, FakeProcess, FakeProcess]:
     return folder, driver, actor
 
 
-def test_rows_stand_from_the_driver_down_to_the_critic(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_rows_stand_from_the_driver_down_to_the_critic(folder: StepFolder) -> None:
     roles = ["zoo", "critic", "actor", "ref", "reward", "rollout", "agent_loop", "trainer"]
     for role in roles:
         folder.process(role, owner=role == "trainer").span("work", 0, MS)
@@ -143,8 +142,7 @@ def test_rows_stand_from_the_driver_down_to_the_critic(tmp_path: Path) -> None:
     assert [shown[row.pid] for row in merged.rows] == order
 
 
-def test_a_skew_of_11_seconds_between_hosts_is_taken_out_of_traces_too(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_skew_of_11_seconds_between_hosts_is_taken_out_of_traces_too(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     skew_ns = 11_560 * MS + 123
     actor = folder.process("actor", 0, host="host-b", skew_ns=skew_ns)
@@ -165,8 +163,7 @@ def test_a_skew_of_11_seconds_between_hosts_is_taken_out_of_traces_too(tmp_path:
     assert merged.problems == ()
 
 
-def test_a_drift_between_hosts_is_interpolated_in_traces_as_in_spans(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_drift_between_hosts_is_interpolated_in_traces_as_in_spans(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     lasted = 300_000 * MS
     actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS, drift_ppm=200)
@@ -257,8 +254,7 @@ def test_an_arrow_leads_from_a_turn_to_the_call_in_the_engine(tmp_path: Path) ->
         ]
 
 
-def test_pids_tids_and_flows_of_many_files_never_meet(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_pids_tids_and_flows_of_many_files_never_meet(folder: StepFolder) -> None:
     folder.process("trainer", owner=True)
     for rank in range(3):
         actor = folder.process("actor", rank)
@@ -392,8 +388,7 @@ def test_from_and_to_keep_what_overlaps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_on_size_is_kept_and_every_file_gets_its_share(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_limit_on_size_is_kept_and_every_file_gets_its_share(folder: StepFolder) -> None:
     folder.process("trainer", owner=True).span("step", 0, MS)
     for rank in range(2):
         events = [kernel(f"k{(at * 7919) % 100003}", at * 1000) for at in range(60_000)]

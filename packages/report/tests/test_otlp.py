@@ -267,10 +267,8 @@ def test_the_phases_of_a_request_have_the_lengths_that_vllm_states(tmp_path: Pat
     index, request = next((at, span) for at, span in enumerate(timeline.spans) if span.stage == "request")
     below = {span.stage: span for span in timeline.spans if span.parent == index}
     assert {stage: span.dur_ns for stage, span in below.items()} == {
-        "queue": 48_381,
-        "prefill": 9_787_946,
-        "decode": 59_249_285,
-    }
+        "queue": 48_381, "prefill": 9_787_946, "decode": 59_249_285,
+    }  # fmt: skip
     assert below["queue"].waits
     assert below["queue"].start_ns >= request.start_ns
     assert (request.attrs or {})["output_tokens"] == 8

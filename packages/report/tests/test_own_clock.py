@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from packages.report.tests.steps import some
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.process import exports
 from stepscope.errors import StepscopeError
@@ -239,8 +240,7 @@ def test_windows_of_stages_are_in_the_step_and_not_in_its_opening(tmp_path: Path
     assert_same(config, measured)
     off: dict[str, list[int]] = defaultdict(list)
     for step in STEPS:
-        cost = load_step(RunLayout(tmp_path).step(step).root).processes[0].cost
-        assert cost is not None
+        cost = some(load_step(RunLayout(tmp_path).step(step).root).processes[0].cost)
         wall_ns = {line.stage or line.kind: line.wall_ns for line in account_of(config, step).lines}
         off["profiler"].append(wall_ns["profiler"] - cost.inside_ns)
         off["update"].append(wall_ns["update"] - updated_ns[step])
@@ -312,8 +312,7 @@ def test_the_time_between_steps_is_that_of_the_loops_own_clock(tmp_path: Path) -
         return 1e9 * median(clock[step + 1][0] - clock[step][1] for step in steps)
 
     report = step_report(load_step(RunLayout(tmp_path / "run").step(4).root))
-    baseline = report.baseline
-    assert baseline is not None
+    baseline = some(report.baseline)
     assert baseline.between_ns is not None
     assert baseline.before_ns is not None
     assert gaps(around, 1, 2, 5, 6) - MS <= baseline.between_ns <= gaps(inside, 1, 2, 5, 6) + MS

@@ -27,14 +27,8 @@ def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Comm
     for rank in range(2):
         events = [launched(100.0 * n, 20 + 30 * rank, n) | {"pid": rank} for n in range(30)]
         mark = {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "layer",
-            "pid": 100,
-            "tid": 100,
-            "ts": 5,
-            "dur": 9,
-        }
+            "ph": "X", "cat": "user_annotation", "name": "layer", "pid": 100, "tid": 100, "ts": 5, "dur": 9,
+        }  # fmt: skip
         trace(tmp_path / "in" / f"rank{rank}.json", [mark, *events], rank=rank, pid=100 + rank)
     command("merge", tmp_path / "in", "--output", tmp_path / "timeline.json.gz")
     tables = [
@@ -101,11 +95,8 @@ def test_collectives_of_nccls_profiler_are_rows(tmp_path: Path, command: Command
     tables = command("report", tmp_path, "--json").json["traces"]
     (row,) = tables["operators"]
     assert (row["name"], row["kind"], row["count"], row["total_ns"]) == (
-        "AllReduce",
-        "communication",
-        640,
-        4_480_000,
-    )
+        "AllReduce", "communication", 640, 4_480_000,
+    )  # fmt: skip
     assert (tables["without_device"], tables["problems"]) == ([], [])
 
 

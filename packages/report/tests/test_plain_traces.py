@@ -13,7 +13,6 @@ import pytest
 
 from packages.report.tests.commands import Command
 from stepscope_report.cli import run
-from stepscope_report.timeline.activity.event_names import iteration_of
 from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.trace_files import named
 
@@ -320,20 +319,6 @@ def test_options_that_need_spans_are_refused(tmp_path: Path, command: Command) -
     assert "--run" in command("report", tmp_path, "--run", "mine", code=2).err
 
 
-@pytest.mark.parametrize(
-    ("name", "requests"),
-    [
-        ("execute_context_1(888_788544)_generation_0(0)", (1, 0, 888)),
-        ("execute_8192_context_9(sq8155sk8430sqsq7sqsk8)_generation_37(sq37sk34489sqsq37)", (9, 37, 8155)),
-        ("execute_context_2(512)_generation_6(6)", (2, 6, 512)),
-    ],
-)  # fmt: skip
-def test_the_longer_annotations_of_vllm_are_iterations(name: str, requests: tuple[int, int, int]) -> None:
-    iteration = iteration_of(name)
-    assert iteration is not None
-    assert (iteration.prefills, iteration.decodes, iteration.prefill_tokens) == requests
-
-
 @pytest.mark.parametrize("engine", ["vllm-dp/step_000001", "vllm-tp/step_000005", "sglang-dp/step_000001"])
 def test_folders_of_real_engines_are_read_without_sidecars(
     engine: str, tmp_path: Path, command: Command
@@ -458,12 +443,8 @@ def test_an_archive_holds_untouched_traces_and_their_places_in_time(tmp_path: Pa
         assert not any(member.pax_headers for member in archive)  # which Perfetto leaves out or refuses
         members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
     assert list(members) == [
-        "perfetto_manifest.json",
-        "stepscope.json",
-        "rank0.json.gz",
-        "rank1.json.gz",
-        "rank2.json",
-    ]
+        "perfetto_manifest.json", "stepscope.json", "rank0.json.gz", "rank1.json.gz", "rank2.json",
+    ]  # fmt: skip
     text = members["perfetto_manifest.json"]
     assert text.startswith(b'{"perfetto_manifest"')  # by which Perfetto knows it
     manifest = json.loads(text)["perfetto_manifest"]

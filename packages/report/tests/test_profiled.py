@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import close
+from packages.report.tests.steps import close, some
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest import Expectation, ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
@@ -96,15 +96,13 @@ def test_the_tail_and_the_straggler_are_named_only_where_no_profiler_made_them(
 
 
 def test_slow_trajectories_name_the_profiled_processes_that_served_them(tmp_path: Path) -> None:
-    tail = served(tmp_path, (0,)).long_tail
-    assert tail is not None
+    tail = some(served(tmp_path, (0,)).long_tail)
     assert tail.profiled == ("rollout 0",)
     assert tail.last_profiled == 2
     assert {slow.trajectory for slow in tail.worst if slow.profiled} == {"t0", "t1"}
 
 
 def test_trajectories_are_not_marked_where_all_replicas_are_profiled_alike(tmp_path: Path) -> None:
-    tail = served(tmp_path, (0, 1, 2, 3)).long_tail
-    assert tail is not None
+    tail = some(served(tmp_path, (0, 1, 2, 3)).long_tail)
     assert not tail.profiled
     assert not any(slow.profiled for slow in tail.worst)

@@ -60,9 +60,8 @@ def test_replicas_of_two_roles_with_one_number_are_two(tmp_path: Path, processes
     assert facts == {"replica 0": (8, 30, 100, 500), "teacher replica 0": (400, None, 200, 0)}
 
 
-def test_one_replica_may_have_callers_of_several_roles(tmp_path: Path) -> None:
+def test_one_replica_may_have_callers_of_several_roles(folder: StepFolder) -> None:
     """The process' role is no name for the replicas, and the driver and the agent loops call them."""
-    folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     engine = folder.process("actor_rollout", 0, replica=0)
     for at, role in enumerate(("agent_loop", "trainer", "rollout")):

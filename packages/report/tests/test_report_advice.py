@@ -9,6 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.report.tests.cases import (
+    Case,
+    late_trajectories,
+    other_host,
+    prompts,
+    queue,
+    slow_rank,
+    tools,
+    weights,
+)
+from packages.report.tests.steps import MS, some
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact, Stall
@@ -18,45 +29,10 @@ from stepscope_report.advice import Evidence
 from stepscope_report.sections.advice import step_advice
 from stepscope_report.sections.health import say_other
 from stepscope_report.sections.long_tail import Late
-from stepscope_report.timeline import load_step, load_traces
-
-MS = 1_000_000
+from stepscope_report.timeline import load_step
 
 
-class Case:
-    """A step of 1000 ms: rollout to 500 ms, update on four actors from 500 to 950 ms. Nothing to advise."""
-
-    def __init__(self, root: Path, *, cost_ms: int = 0, update: bool = True) -> None:
-        self.folder = StepFolder(root)
-        self.driver = self.folder.process("trainer", owner=True, cost=OwnCost(start_ns=cost_ms * MS))
-        self.replica = self.folder.process("rollout", 0)
-        self.actors = [self.folder.process("actor", rank) for rank in range(4)]
-        self.driver.span("rollout", 0, 500 * MS, role="agent_loop")
-        if update:
-            for actor in self.actors:
-                actor.span("update_actor", 500 * MS, 950 * MS)
-
-    def trajectories(self, ends_ms: list[int], **parts: tuple[int, int]) -> None:
-        """Trajectories from 0 on; `parts` are stages (role `rollout`, or `env`) from and to, in each."""
-        for index, end in enumerate(ends_ms):
-            name = f"t{index}"
-            above = self.driver.span("trajectory", 0, end * MS, role="agent_loop", trajectory=name)
-            for stage, (start, until) in parts.items():
-                role = "env" if stage == "tool" else "rollout"
-                link = self.driver.link(above)
-                self.replica.span(stage, start * MS, until * MS, role=role, trajectory=name, link=link)
-
-    def advice(self, *, traces: bool = False) -> dict[str, Advice]:
-        for process in self.folder.processes:
-            process.close(1000 * MS)
-        path = self.folder.write()
-        timeline = load_step(path)
-        report = step_report(timeline, load_traces(path, timeline) if traces else None)
-        return {advice.rule: advice for advice in report.advice}
-
-
-def test_a_sound_step_needs_no_advice(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_a_sound_step_needs_no_advice(case: Case) -> None:
     case.trajectories([480 + index for index in range(20)], decode=(0, 480))
     assert case.advice() == {}
 
@@ -69,38 +45,7 @@ def lost(case: Case) -> None:
     case.driver.dropped = 7
 
 
-def other_host(case: Case) -> None:
-    case.folder.process("critic", 0, host="elsewhere").span("update_critic", 0, MS)
-
-
-def late_trajectories(case: Case) -> None:
-    case.trajectories([300] * 18 + [450, 500], decode=(0, 300))
-
-
-def slow_rank(case: Case) -> None:
-    save = case.driver.span("save", 952 * MS, 998 * MS)
-    for rank, actor in enumerate(case.actors):
-        actor.span("save", 952 * MS, (998 if rank == 2 else 962) * MS, link=case.driver.link(save))
-
-
-def queue(case: Case) -> None:
-    case.trajectories([500] * 10, queue=(0, 150), decode=(150, 500))
-
-
-def tools(case: Case) -> None:
-    case.trajectories([500] * 10, decode=(0, 300), tool=(300, 500))
-
-
-def prompts(case: Case) -> None:
-    case.trajectories([500] * 10, prefill=(0, 200), decode=(200, 500))
-
-
-def weights(case: Case) -> None:
-    case.replica.span("load_weights", 880 * MS, 1000 * MS)
-
-
-def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_work_for_a_later_step_may_go_on_when_the_capture_closes(case: Case) -> None:
     case.driver.span("trajectory", 600 * MS, None, role="agent_loop", trajectory="next", step=3)
     assert "never-ended" not in case.advice()
     health = step_health(load_step(case.folder.layout.root))
@@ -110,8 +55,7 @@ def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_trajectories_of_a_rollout_that_runs_ahead_may_go_on_too(tmp_path: Path, ahead: bool) -> None:
-    case = Case(tmp_path)
+def test_trajectories_of_a_rollout_that_runs_ahead_may_go_on_too(case: Case, ahead: bool) -> None:
     began_ms = -300 if ahead else 300
     case.driver.span("trajectory", began_ms * MS, 700 * MS, role="agent_loop", trajectory="t1")
     case.driver.span("trajectory", 600 * MS, None, role="agent_loop", trajectory="t2")
@@ -171,8 +115,9 @@ def test_whole_calls_of_processes_that_were_cut_are_compared(tmp_path: Path) -> 
     assert "straggler" in case.advice()
 
 
-def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_waiting(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_waiting(
+    folder: StepFolder,
+) -> None:
     driver, actor = folder.process("trainer", owner=True), folder.process("actor", 1)
     driver.span("update", 0, None)
     actor.span("update_actor", 300 * MS, None)
@@ -199,9 +144,8 @@ def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_wait
     ],
 )
 def test_a_rule_speaks_and_names_its_numbers(
-    tmp_path: Path, rule: str, change: Callable[[Case], None], saves_ms: int | None
+    case: Case, rule: str, change: Callable[[Case], None], saves_ms: int | None
 ) -> None:
-    case = Case(tmp_path)
     change(case)
     advice = case.advice()
     assert rule in advice
@@ -232,9 +176,8 @@ def test_who_took_longest_to_record_is_named_with_a_remedy_that_fits(tmp_path: P
 
 
 def test_a_replica_whose_profiler_wrote_while_the_capture_closed_is_named_and_not_its_driver(
-    tmp_path: Path,
+    case: Case,
 ) -> None:
-    case = Case(tmp_path)
     case.driver.cost = OwnCost(start_ns=10 * MS, stop_ns=950 * MS)
     for replica, end_ms in enumerate((1100, 1940)):
         stall = Stall(
@@ -270,8 +213,7 @@ def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
     assert case.advice()["straggler"].saves_ns == 25 * MS
 
 
-def test_a_straggler_without_a_carrier_may_have_kept_nobody_waiting(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_a_straggler_without_a_carrier_may_have_kept_nobody_waiting(case: Case) -> None:
     for rank, actor in enumerate(case.actors):
         actor.span("save", 0, (140 if rank == 2 else 80) * MS)
     advice = case.advice()["straggler"]
@@ -296,17 +238,15 @@ def test_what_unaligned_processes_did_may_be_the_blind_spot(tmp_path: Path) -> N
     [(2, 16, True), (1, 3, True), (1, 2, False), (2, 9, False), (5, 16, False)],
 )
 def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
-    tmp_path: Path, late: int, consumed: int, speaks: bool
+    case: Case, late: int, consumed: int, speaks: bool
 ) -> None:
-    case = Case(tmp_path)
     for number in range(late):
         case.replica.span("decode", 0, (100 + number) * MS, trajectory=f"t{number}")
     case.replica.span("decode", 0, 900 * MS, trajectory="next", step=3)
     for process in case.folder.processes:
         process.close(1000 * MS)
     report = step_report(load_step(case.folder.write()))
-    tail = report.long_tail
-    assert tail is not None
+    tail = some(report.long_tail)
     assert tail.late == Late(trajectories=late, until_ns=(99 + late) * MS, last=f"t{late - 1}")
     advices = step_advice(
         Evidence(
@@ -322,8 +262,7 @@ def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
 
 
 @pytest.mark.parametrize("others", [1, 2])
-def test_of_two_trajectories_the_last_is_no_long_tail(tmp_path: Path, others: int) -> None:
-    case = Case(tmp_path)
+def test_of_two_trajectories_the_last_is_no_long_tail(case: Case, others: int) -> None:
     case.trajectories([300] * others + [500], decode=(0, 300))
     assert ("long-tail" in case.advice()) is (others > 1)
 
@@ -335,8 +274,7 @@ def traces(case: Case, make: Callable[[int, FakeProcess], None]) -> dict[str, Ad
 
 
 @pytest.mark.parametrize(("late_ms", "says"), [(200, "wait for actor 3 in"), (0, "not hidden")])
-def test_collectives_are_told_from_late_ranks(tmp_path: Path, late_ms: int, says: str) -> None:
-    case = Case(tmp_path)
+def test_collectives_are_told_from_late_ranks(case: Case, late_ms: int, says: str) -> None:
 
     def make(rank: int, actor: FakeProcess) -> None:
         enters = 520_000 + late_ms * 1000 * (rank == 3)
@@ -346,8 +284,7 @@ def test_collectives_are_told_from_late_ranks(tmp_path: Path, late_ms: int, says
     assert says in traces(case, make)["collectives"].what
 
 
-def test_ranks_that_are_late_in_turn_wait_for_each_other(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_ranks_that_are_late_in_turn_wait_for_each_other(case: Case) -> None:
 
     def make(rank: int, actor: FakeProcess) -> None:
         events = []
@@ -363,8 +300,7 @@ def test_ranks_that_are_late_in_turn_wait_for_each_other(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("reduced_ms", [0, 100])
-def test_a_broadcast_of_weights_is_no_gradient_to_reduce(tmp_path: Path, reduced_ms: int) -> None:
-    case = Case(tmp_path)
+def test_a_broadcast_of_weights_is_no_gradient_to_reduce(case: Case, reduced_ms: int) -> None:
     case.actors[0].span("sync_weights", 900 * MS, 950 * MS)
     broadcast = event("gloo:broadcast", "user_annotation", 900_000, 45_000, tid=2)
     reduce = event("gloo:all_reduce", "user_annotation", 600_000, reduced_ms * 1000, tid=2)
@@ -374,8 +310,7 @@ def test_a_broadcast_of_weights_is_no_gradient_to_reduce(tmp_path: Path, reduced
 
 
 @pytest.mark.parametrize(("busy_ms", "speaks"), [(20, True), (300, False)])
-def test_a_device_that_waits_is_named(tmp_path: Path, busy_ms: int, speaks: bool) -> None:
-    case = Case(tmp_path)
+def test_a_device_that_waits_is_named(case: Case, busy_ms: int, speaks: bool) -> None:
 
     def make(rank: int, actor: FakeProcess) -> None:
         add_trace(case.folder, actor, [kernel("gemm", 500_000, busy_ms * 1000), kernel("gemm", 900_000, 10)])
@@ -383,8 +318,7 @@ def test_a_device_that_waits_is_named(tmp_path: Path, busy_ms: int, speaks: bool
     assert ("idle-device" in traces(case, make)) == speaks
 
 
-def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_alarms_stand_before_hints_and_the_largest_hint_first(case: Case) -> None:
     queue(case)
     weights(case)
     lost(case)
@@ -394,8 +328,7 @@ def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("reserved", "speaks"), [(97, True), (60, False)])
-def test_memory_that_is_nearly_full_is_an_alarm(tmp_path: Path, reserved: int, speaks: bool) -> None:
-    case = Case(tmp_path)
+def test_memory_that_is_nearly_full_is_an_alarm(case: Case, reserved: int, speaks: bool) -> None:
 
     def make(rank: int, actor: FakeProcess) -> None:
         properties = [{"id": 0, "name": "H100", "totalGlobalMem": 100}]
@@ -408,8 +341,7 @@ def test_memory_that_is_nearly_full_is_an_alarm(tmp_path: Path, reserved: int, s
         assert "fragments" in advice["memory-nearly-full"].do
 
 
-def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_short_collectives_are_not_worth_a_word(case: Case) -> None:
 
     def make(rank: int, actor: FakeProcess) -> None:
         reduce = event("gloo:all_reduce", "user_annotation", 520_000, 3000, tid=2)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import MS, Row, a_step, close
+from packages.report.tests.steps import MS, Row, a_step, close, reported
 from stepscope.files.manifest import Absent, OwnCost
 from stepscope.files.spans import PROFILING
 from stepscope.testing.steps import FakeProcess, StepFolder
-from stepscope_report import Breakdown, stage_times, step_breakdown, step_health
+from stepscope_report import Breakdown, step_breakdown
 from stepscope_report.timeline import load_step
 
 
@@ -70,6 +70,12 @@ ACCOUNTS: dict[str, tuple[int, list[Row], dict[str, int]]] = {
         10, [("actor update_actor", 4, 25)], {"actor update_actor": 6, "unaccounted": 4},
     ),
     "a step without spans is unaccounted": (10, [], {"unaccounted": 10}),
+    "a profiler that starts and stops around a stage is a line of the step": (
+        10,
+        [("trainer update", 0, 10), (f"actor {PROFILING}", 1, 3, "update"),
+         ("actor update_actor", 3, 7, "update"), (f"actor {PROFILING}", 7, 8, "update")],
+        {"actor update_actor": 4, "profiler": 3, "trainer update": 3},
+    ),
 }  # fmt: skip
 
 
@@ -81,24 +87,17 @@ def test_each_instant_goes_to_the_most_specific_work(
 
 
 def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_of(folder)
-    folder.process("actor", 0).span("compute_log_prob", 0, 6 * MS)
-    folder.process("ref", 0).span("compute_log_prob", 2 * MS, 10 * MS)
-    close(folder, 10 * MS)
-    breakdown = step_breakdown(load_step(folder.write()))
+    rows: list[Row] = [("actor compute_log_prob", 0, 6), ("ref compute_log_prob", 2, 10)]
+    breakdown = reported(a_step(tmp_path, 10, rows)).breakdown
     assert wall(breakdown) == {"actor compute_log_prob": 4, "ref compute_log_prob": 6}
-    ((overlap),) = breakdown.overlaps
-    assert (overlap.stages, overlap.wall_ns) == (
-        (("actor", "compute_log_prob"), ("ref", "compute_log_prob")),
-        4 * MS,
-    )
+    (overlap,) = breakdown.overlaps
+    assert overlap.stages == (("actor", "compute_log_prob"), ("ref", "compute_log_prob"))
+    assert overlap.wall_ns == 4 * MS
     actor = next(line for line in breakdown.lines if line.role == "actor")
     assert (actor.alone_ns, actor.active_ns) == (2 * MS, 6 * MS)
 
 
-def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_an_odd_nanosecond_is_not_lost_in_a_split(folder: StepFolder) -> None:
     driver_of(folder)
     for role in ("actor", "critic", "ref"):
         folder.process(role, 0).span("forward", 0, 10)
@@ -108,69 +107,50 @@ def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
 
 
 def test_opening_and_closing_the_capture_are_beside_the_step_and_no_part_of_it(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder, OwnCost(start_ns=2 * MS, stop_ns=3 * MS, export_ns=500 * MS))
-    folder.process("actor", 0, cost=OwnCost(start_ns=9 * MS))
-    driver.span("rollout", 0, 10 * MS)
-    close(folder, 10 * MS)
-    assert account(folder) == {"trainer rollout": 10}
-    breakdown = step_breakdown(load_step(folder.write()))
+    folder = a_step(tmp_path, 10, [("trainer rollout", 0, 10), ("actor idle", 0, 0)])
+    driver, actor = folder.processes
+    driver.cost = OwnCost(start_ns=2 * MS, stop_ns=3 * MS, export_ns=500 * MS)
+    actor.cost = OwnCost(start_ns=9 * MS)
+    breakdown = reported(folder).breakdown
+    assert wall(breakdown) == {"trainer rollout": 10}
     assert (breakdown.opening_ns, breakdown.window_ns, breakdown.closing_ns) == (2 * MS, 10 * MS, 3 * MS)
     assert breakdown.total_ns == 15 * MS
 
 
-def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, actor = driver_of(folder), folder.process("actor", 0)
-    update = driver.span("update", 0, 10 * MS)
-    actor.span(PROFILING, MS, 3 * MS, link=driver.link(update))
-    actor.span("update_actor", 3 * MS, 7 * MS, link=driver.link(update))
-    actor.span(PROFILING, 7 * MS, 8 * MS, link=driver.link(update))
-    close(folder, 10 * MS)
-    assert account(folder) == {"actor update_actor": 4, "profiler": 3, "trainer update": 3}
-    assert [stage.stage for stage in stage_times(load_step(folder.write()))] == ["update", "update_actor"]
-
-
 def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, actor = driver_of(folder), folder.process("actor", 1)
-    driver.span("update", 0, 10 * MS)
-    update = actor.span("update_actor", 2 * MS, None)
-    actor.span("forward", 2 * MS, 5 * MS, parent=update)
+    rows: list[Row] = [
+        ("trainer update", 0, 10), ("actor:1 update_actor", 2, None),
+        ("actor:1 forward", 2, 5, "update_actor"),
+    ]  # fmt: skip
+    folder = a_step(tmp_path, 10, rows)
+    driver, actor = folder.processes
+    actor.closed_ns = None
     gone = Absent(name="actor[1]", state="missing", reason="the actor died", process=actor.info.key)
     driver.absent.append(gone)
-    driver.close(10 * MS)
-    path = folder.write()
-    assert wall(step_breakdown(load_step(path))) == {"trainer update": 7, "actor forward": 3}
-    health = step_health(load_step(path))
+    report = reported(folder)
+    assert wall(report.breakdown) == {"trainer update": 7, "actor forward": 3}
+    health = report.health
     assert (health.state, health.complete) == ("missing", False)
     (hung,) = health.open_spans
-    assert (hung.process, hung.stage, hung.start_ns, hung.wall_ns) == (
-        "actor 1",
-        "update_actor",
-        2 * MS,
-        3 * MS,
-    )
+    assert (hung.process, hung.stage) == ("actor 1", "update_actor")
+    assert (hung.start_ns, hung.wall_ns) == (2 * MS, 3 * MS)
     assert health.missing[0].startswith("actor[1]: missing: ")
 
 
 def test_an_unaligned_process_is_in_no_wall_time_and_is_named(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, actor = driver_of(folder), folder.process("actor", 0, host="host-b")
-    driver.span("update", 0, 10 * MS)
+    folder = a_step(tmp_path, 10, [("trainer update", 0, 10)])
+    actor = folder.process("actor", 0, host="host-b")
     actor.span("update_actor", 2 * MS, 9 * MS)
-    close(folder, 10 * MS)
-    timeline = load_step(folder.write())
-    breakdown = step_breakdown(timeline)
-    assert wall(breakdown) == {"trainer update": 10}
-    assert breakdown.left_out == ("actor 0",)
-    busy = {stage.stage: stage.total_ns // MS for stage in stage_times(timeline)}
+    actor.close(10 * MS)
+    report = reported(folder)
+    assert wall(report.breakdown) == {"trainer update": 10}
+    assert report.breakdown.left_out == ("actor 0",)
+    busy = {stage.stage: stage.total_ns // MS for stage in report.stages}
     assert busy == {"update": 10, "update_actor": 7}
-    assert not step_health(timeline).complete
+    assert not report.health.complete
 
 
-def test_ranks_that_each_own_their_capture_are_equals(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_ranks_that_each_own_their_capture_are_equals(folder: StepFolder) -> None:
     for rank in range(2):
         folder.process("trainer", rank, owner=True).span(f"stage_of_{rank}", 0, 10 * MS)
     close(folder, 10 * MS)
@@ -178,20 +158,15 @@ def test_ranks_that_each_own_their_capture_are_equals(tmp_path: Path) -> None:
 
 
 def test_work_of_another_step_is_in_the_account_and_counted_by_its_owner(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path, step=4)
-    driver, replica = driver_of(folder), folder.process("rollout", 0)
-    driver.span("update", 4 * MS, 10 * MS)
-    for version in (2, 3):
-        replica.span("generate", 0, 4 * MS, step=5, policy_version=version)
-    close(folder, 10 * MS)
-    path = folder.write()
-    assert wall(step_breakdown(load_step(path))) == {"rollout generate": 4, "trainer update": 6}
-    (other,) = step_health(load_step(path)).other_steps
+    rows: list[Row] = [("trainer update", 4, 10)]
+    rows += [("rollout generate@5", 0, 4, {"policy_version": version}) for version in (2, 3)]
+    report = reported(a_step(tmp_path, 10, rows))
+    assert wall(report.breakdown) == {"rollout generate": 4, "trainer update": 6}
+    (other,) = report.health.other_steps
     assert (other.step, other.spans, other.total_ns, other.policy_versions) == (5, 2, 8 * MS, (2, 3))
 
 
-def test_ranks_that_capture_by_themselves_cost_as_much_as_the_slowest(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_ranks_that_capture_by_themselves_cost_as_much_as_the_slowest(folder: StepFolder) -> None:
     costs = OwnCost(start_ns=9 * MS, stop_ns=5 * MS), OwnCost(start_ns=2 * MS, stop_ns=70 * MS)
     for rank, cost in enumerate(costs):
         folder.process("trainer", rank, owner=True, cost=cost).span("update", 0, 10 * MS)

@@ -17,7 +17,6 @@ from stepscope.files.counters import KV_CACHE, PREEMPTIONS
 from stepscope.testing.steps import StepFolder
 from stepscope_report import SettingChange, StepReport, step_report
 from stepscope_report.brief import LINES, brief_html, brief_markdown, brief_text, step_brief
-from stepscope_report.cli import run
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000
@@ -64,11 +63,9 @@ def written(folder: StepFolder) -> StepReport:
 
 
 RULES: dict[Callable[[Path], StepReport], str] = {
-    slow_tool: "slow-tools",
-    straggler_rank: "straggler",
-    long_tail: "long-tail",
+    slow_tool: "slow-tools", straggler_rank: "straggler", long_tail: "long-tail",
     full_kv_cache: "full-kv-cache",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", RULES, ids=lambda seed: seed.__name__)
@@ -96,8 +93,7 @@ def test_a_brief_is_never_longer_however_much_there_is_to_say(tmp_path: Path, se
     assert re.search(r"\d+ more: [a-z-]+, ", brief_text(parts))
 
 
-def test_names_are_no_markup(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_names_are_no_markup(folder: StepFolder) -> None:
     folder.process("trainer", owner=True).span("<b>*x*\n# y", 0, 900 * MS, role="reward")
     parts = step_brief(written(folder))
     assert "&lt;b&gt;*x* # y" in brief_html(parts)
@@ -110,11 +106,6 @@ def test_of_a_run_the_brief_is_of_the_longest_step(tmp_path: Path, command: Comm
     assert re.search("longest of 2 .* 10.0 ms", printed)
     assert f"stepscope report {tmp_path}/step_000002 --full" in printed
     assert not (path / "report.html").exists()
-
-
-@pytest.mark.parametrize("options", [["--markdown"], ["--brief", "--json"]])
-def test_options_that_exclude_each_other_are_refused(tmp_path: Path, options: list[str]) -> None:
-    assert run(["report", str(a_run(tmp_path)), *options]) == 2
 
 
 def test_a_process_that_is_slower_by_less_than_a_fiftieth_of_the_step_is_not_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import printed, some
 from stepscope.files.counters import (
     EVENT_LOOP,
     GC,
@@ -47,8 +47,7 @@ class Case:
         return step_report(load_step(self.write()))
 
     def rows(self) -> list[CounterRow]:
-        counters = self.report().counters
-        assert counters is not None
+        counters = some(self.report().counters)
         return list(counters.rows)
 
     def advice(self) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -124,8 +123,7 @@ def test_a_bar_stands_where_the_value_was_sampled(case: Case) -> None:
     assert "left:60%" not in chart
 
 
-def test_of_many_rows_the_terminal_shows_the_highest_of_each(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_of_many_rows_the_terminal_shows_the_highest_of_each(case: Case) -> None:
     for rank in range(1, 20):
         case.folder.process("actor", rank).counter("process CPU", {0: 0.0, S: float(rank)}, unit="%")
     text = printed(case.report(), 150)
@@ -159,8 +157,7 @@ def test_a_call_that_has_the_event_loop_for_itself_blocks_nothing(case: Case) ->
     case.actor.span("sync_weights", 3000 * MS, 3100 * MS)
     block(case.actor, 2010, 2980)
     assert "late-event-loop" not in case.advice()
-    counters = case.report().counters
-    assert counters is not None
+    counters = some(case.report().counters)
     assert [row.most for row in counters.rows] == [880.0]
 
 
@@ -271,10 +268,8 @@ def test_a_damaged_file_is_named_and_the_rest_is_read(case: Case) -> None:
     assert [counter.values for counter in timeline.counters] == [(9.0,)]
     problems = {problem.what: problem.lines for problem in timeline.problems}
     assert {what.split()[0]: count for what, count in problems.items()} == {
-        "lines": 1,
-        "last": 1,
-        "samples": 1,
-    }
+        "lines": 1, "last": 1, "samples": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,8 @@ def test_what_the_capture_took_is_no_change_of_the_step(tmp_path: Path) -> None:
     comparison = diff([slow], [fast])
     assert comparison.delta_ns == sum(change.delta_ns for change in comparison.changes) == 0  # of 10 ms each
     assert (comparison.a.opening_ns, comparison.a.closing_ns, comparison.b.closing_ns) == (
-        100 * MS,
-        65 * MS,
-        MS,
-    )
+        100 * MS, 65 * MS, MS,
+    )  # fmt: skip
     assert "-164 ms" in next(
         line for line in printed(comparison).splitlines() if "+ opening, closing" in line
     )

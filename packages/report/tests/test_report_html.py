@@ -102,8 +102,7 @@ def test_the_account_on_the_page_adds_up_to_100(tmp_path: Path) -> None:
         assert line in account
 
 
-def test_many_stages_are_folded_and_still_add_up(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_many_stages_are_folded_and_still_add_up(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     for index in range(40):
         driver.span(f"stage{index}", index * MS, (index + 1) * MS)
@@ -237,8 +236,7 @@ def test_an_unaligned_process_is_named_where_it_is_left_out(tmp_path: Path) -> N
     assert "1 process unaligned" in text["header"]
 
 
-def test_a_step_of_which_little_is_left_still_has_a_page(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_step_of_which_little_is_left_still_has_a_page(folder: StepFolder) -> None:
     folder.process("actor", 3)
     text = Page(page_of(folder)).text
     assert "not complete" in text["header"]

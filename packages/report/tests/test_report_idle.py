@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests.pictures import rl_step
-from packages.report.tests.steps import MS, a_step, close
+from packages.report.tests.steps import MS, Row, a_step, close
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Idle, idle_times
@@ -32,18 +32,12 @@ def causes(row: Idle) -> list[tuple[str, str | None, int]]:
 
 def step(tmp_path: Path) -> StepFolder:
     """Rollout to 400 ms; weights of actor 0 to 500; ref to 600; update on rank 0 to 700, on rank 1 to 900."""
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("rollout", 0, 400 * MS, role="agent_loop")
-    driver.span("update", 600 * MS, 950 * MS)
-    folder.process("rollout", 0).span("decode", 0, 400 * MS)
-    actors = [folder.process("actor", rank) for rank in (0, 1)]
-    actors[0].span("sync_weights", 400 * MS, 500 * MS)
-    folder.process("ref", 0).span("compute_log_prob", 500 * MS, 600 * MS)
-    for rank, actor in enumerate(actors):
-        actor.span("update_actor", 600 * MS, (700 + 200 * rank) * MS)
-    close(folder, 1000 * MS)
-    return folder
+    rows: list[Row] = [
+        ("trainer/agent_loop rollout", 0, 400), ("trainer update", 600, 950), ("rollout decode", 0, 400),
+        ("actor sync_weights", 400, 500), ("actor:1 update_actor", 600, 900),
+        ("ref compute_log_prob", 500, 600), ("actor update_actor", 600, 700),
+    ]  # fmt: skip
+    return a_step(tmp_path, 1000, rows)
 
 
 def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
@@ -74,39 +68,27 @@ def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) ->
 
 def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
     """Rollouts for the next step run all the time; those of this one end at 200 ms, its update at 600 ms."""
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    replicas = [folder.process("rollout", rank) for rank in (0, 1)]
-    actor = folder.process("actor", 0)
-    replicas[0].span("decode", 0, 200 * MS)
-    replicas[1].span("decode", 0, 1000 * MS, step=3)
-    actor.span("update_actor", 200 * MS, 600 * MS)
-    driver.span("advantages", 600 * MS, 700 * MS)
-    close(folder, 1000 * MS)
-    by_process = rows(folder)
+    work: list[Row] = [
+        ("rollout:0 decode", 0, 200), ("rollout:1 decode@3", 0, 1000), ("actor update_actor", 200, 600),
+        ("trainer advantages", 600, 700),
+    ]  # fmt: skip
+    by_process = rows(a_step(tmp_path, 1000, work))
     assert by_process["trainer"].busy_ns == 100 * MS
-    later = ("not known", None, 300)
-    assert causes(by_process["trainer"]) == [
-        ("other work", "update_actor", 400),
-        later,
-        ("rollout", "decode", 200),
-    ]
-    assert causes(by_process["actor 0"]) == [
-        later,
-        ("rollout", "decode", 200),
-        ("other work", "advantages", 100),
-    ]
-    assert causes(by_process["rollout 0"])[:2] == [("other work", "update_actor", 400), later]
+    later, decode, update = (
+        ("not known", None, 300), ("rollout", "decode", 200), ("other work", "update_actor", 400),
+    )  # fmt: skip
+    assert causes(by_process["trainer"]) == [update, later, decode]
+    assert causes(by_process["actor 0"]) == [later, decode, ("other work", "advantages", 100)]
+    assert causes(by_process["rollout 0"])[:2] == [update, later]
 
 
-def test_a_caller_of_replicas_is_no_slower_replica(tmp_path: Path) -> None:
-    called = a_step(tmp_path, 100, [("agent_loop/rollout generate", 0, 100), ("rollout generate", 0, 40)])
+def test_a_caller_of_replicas_is_no_slower_replica_and_waiting_no_work(tmp_path: Path) -> None:
+    called = a_step(
+        tmp_path / "a", 100, [("agent_loop/rollout generate", 0, 100), ("rollout generate", 0, 40)]
+    )
     assert causes(rows(called)["rollout 0"]) == [("rollout", "generate", 60)]
-
-
-def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
-    queued = a_step(tmp_path, 100, [("rollout generate", 0, 100), ("rollout queue", 0, 30, "generate")])
-    assert rows(queued)["rollout 0"].busy_ns == 70 * MS
+    work: list[Row] = [("rollout generate", 0, 100), ("rollout queue", 0, 30, "generate")]
+    assert rows(a_step(tmp_path / "b", 100, work))["rollout 0"].busy_ns == 70 * MS
 
 
 def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
@@ -126,14 +108,11 @@ def test_512_ranks_are_walked_once(tmp_path: Path) -> None:
 
 spans = st.lists(
     st.tuples(
-        st.integers(0, 3),
-        st.sampled_from(["a", "queue", "sync_weights"]),
-        st.integers(0, 90),
-        st.integers(0, 30),
-        st.sampled_from([None, 1, 3]),
+        st.integers(0, 3), st.sampled_from(["a", "queue", "sync_weights"]), st.integers(0, 90),
+        st.integers(0, 30), st.sampled_from([None, 1, 3]),
     ),
     max_size=25,
-)
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -142,10 +121,8 @@ def test_busy_and_causes_add_up_to_the_step(
     tmp_path_factory: Any, spans: list[tuple[int, str, int, int, int | None]]
 ) -> None:
     folder = StepFolder(tmp_path_factory.mktemp("step"))
-    folder.process("trainer", owner=True)
-    folder.process("actor", 0)
-    folder.process("actor", 1)
-    folder.process("rollout", 0)
+    for role, rank in (("trainer", None), ("actor", 0), ("actor", 1), ("rollout", 0)):
+        folder.process(role, rank, owner=role == "trainer")
     for process, stage, start, length, owned in spans:
         folder.processes[process].span(stage, start, start + length, step=owned)
     close(folder, 100)
@@ -193,8 +170,7 @@ def test_on_a_device_only_exposed_communication_counts(tmp_path: Path) -> None:
     assert rows(folder, traces=True)["actor 0"].collective_ns == 20 * MS
 
 
-def test_ranks_wait_only_for_those_of_their_process_group(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_ranks_wait_only_for_those_of_their_process_group(folder: StepFolder) -> None:
     for rank in range(4):
         actor = folder.process("actor", rank, owner=rank == 0)
         actor.span("update_actor", 600 * MS, 900 * MS)
@@ -212,11 +188,10 @@ def test_ranks_wait_only_for_those_of_their_process_group(tmp_path: Path) -> Non
 
 def with_an_engine(tmp_path: Path) -> tuple[StepFolder, FakeProcess]:
     """A trainer that asks an engine in an actor for 40 ms and trains for 40 more; the actor has no span."""
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("turn", 0, 40 * MS, role="agent_loop")
-    driver.span("update", 40 * MS, 80 * MS)
-    return folder, folder.process("rollout", 0, replica=0)
+    folder = a_step(tmp_path, 100, [("trainer/agent_loop turn", 0, 40), ("trainer update", 40, 80)])
+    actor = folder.process("rollout", 0, replica=0)
+    actor.close(100 * MS)
+    return folder, actor
 
 
 def test_an_actor_is_busy_while_its_engine_runs_passes(tmp_path: Path) -> None:
@@ -227,7 +202,6 @@ def test_an_actor_is_busy_while_its_engine_runs_passes(tmp_path: Path) -> None:
         for start in (5_000, 25_000)
     ]
     add_trace(folder, actor, [session, *passes], replica=0)
-    close(folder, 100 * MS)
     by_process = rows(folder, traces=True)
     row = by_process["rollout 0"]
     assert (row.busy_ns, row.idle_ns) == (20 * MS, 80 * MS)
@@ -243,5 +217,4 @@ def test_an_actor_without_a_trace_is_busy_while_its_engine_has_requests(tmp_path
         driver.span("decode", 10 * MS, 30 * MS, role="rollout", attrs={"replica": 0})
     else:
         driver.counter("unfinished requests", {10 * MS: 0, 30 * MS: 2, 31 * MS: 0}, of="replica 0")
-    close(folder, 100 * MS)
     assert rows(folder)["rollout 0"].busy_ns == 20 * MS

@@ -70,8 +70,7 @@ def test_the_fullest_memory_comes_first_with_percentiles_of_all(step: tuple[Time
     assert re.findall(r"[\d.]+(?= GB)", rows.note)[:4] == ["4.3", "4.3", "4.3", "9.7"]
 
 
-def test_few_devices_stay_in_the_order_of_ranks(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_few_devices_stay_in_the_order_of_ranks(folder: StepFolder) -> None:
     folder.process("trainer", owner=True).close(1000 * MS)
     for rank, busy_us in enumerate((500, 100, 300)):
         actor = folder.process("actor", rank)

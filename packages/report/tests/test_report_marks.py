@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests.pictures import MS, rl_step
+from packages.report.tests.steps import Row, a_step, some
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times
 from stepscope_report.charts import (
@@ -49,34 +50,29 @@ def test_concurrent_calls_of_a_stage_are_one_mark_that_says_how_many(tmp_path: P
     assert (trajectory.start_ns, trajectory.end_ns) == (0, 600 * MS)
 
 
-def test_stages_that_overlap_have_lanes_of_their_own(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("reward", 0, 6 * MS)
-    driver.span("ref", 4 * MS, 8 * MS)
-    driver.span("update", 8 * MS, 9 * MS)
-    driver.close(10 * MS)
-    assert lanes_of(chart(folder), "trainer") == [["reward", "update"], ["ref"]]
-
-
-def test_stages_that_call_each_other_are_drawn_all_the_same(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    solve = driver.span("solve", 0, 8 * MS)
-    ask = driver.span("ask", MS, 7 * MS, parent=solve)
-    driver.span("solve", 2 * MS, 3 * MS, parent=ask)
-    driver.close(10 * MS)
-    drawn = chart(folder)
-    assert sorted(stage for lane in lanes_of(drawn, "trainer") for stage in lane) == ["ask", "solve"]
+@pytest.mark.parametrize(
+    ("rows", "lanes"),
+    [
+        (
+            [("trainer reward", 0, 6), ("trainer ref", 4, 8), ("trainer update", 8, 9)],
+            [["reward", "update"], ["ref"]],
+        ),
+        (
+            [("trainer solve", 0, 8), ("trainer ask", 1, 7, "solve"), ("trainer solve", 2, 3, "ask")],
+            [["ask"], ["solve"]],
+        ),
+    ],
+    ids=["overlap", "stages that call each other"],
+)
+def test_stages_that_overlap_have_lanes_of_their_own(
+    tmp_path: Path, rows: list[Row], lanes: list[list[str]]
+) -> None:
+    assert lanes_of(chart(a_step(tmp_path, 10, rows)), "trainer") == lanes
 
 
 def test_open_and_failed_calls_are_marked(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("reward", 0, MS, error="ValueError")
-    driver.span("update", 2 * MS, None)
-    driver.close(10 * MS)
-    (failed, hung) = chart(folder).groups[0].rows[0].lanes[0]
+    rows: list[Row] = [("trainer reward", 0, 1, {"error": "ValueError"}), ("trainer update", 2, None)]
+    (failed, hung) = chart(a_step(tmp_path, 10, rows)).groups[0].rows[0].lanes[0]
     assert (failed.failed, failed.open) == (1, False)
     assert (hung.open, hung.end_ns) == (True, 10 * MS)
 
@@ -104,12 +100,8 @@ def test_the_slowest_of_thousands_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_kept_and_what_it_cost_is_said(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    for index in range(1000):
-        driver.span("tool", index * 4 * MS, (index * 4 + 1) * MS)
-    driver.close(4000 * MS)
-    drawn = chart(folder, budget=300)
+    rows: list[Row] = [("trainer tool", index * 4, index * 4 + 1) for index in range(1000)]
+    drawn = chart(a_step(tmp_path, 4000, rows), budget=300)
     assert drawn.marks <= 300
     assert drawn.spans == 1000
     assert drawn.shortest_ns > 3 * MS
@@ -119,15 +111,14 @@ def test_a_budget_is_kept_and_what_it_cost_is_said(tmp_path: Path) -> None:
 
 
 def test_a_step_without_time_or_spans_can_be_drawn(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    folder.process("trainer", owner=True).close(0)
+    folder = a_step(tmp_path, 0, [])
     drawn = chart(folder)
     assert (drawn.window_ns, drawn.marks, drawn.groups[0].rows[0].lanes) == (0, 0, ())
+    assert pack_trajectories(load_step(folder.write())) is None
 
 
 def test_a_trajectory_shows_what_it_waited_for_at_each_instant(tmp_path: Path) -> None:
-    packed = pack_trajectories(load_step(rl_step(tmp_path, trajectories=1).write()))
-    assert packed is not None
+    packed = some(pack_trajectories(load_step(rl_step(tmp_path, trajectories=1).write())))
     ((flight,),) = packed.lanes
     assert [(mark.label[1], mark.start_ns // MS, mark.end_ns // MS) for mark in flight.marks] == [
         ("queue", 0, 10),
@@ -136,15 +127,8 @@ def test_a_trajectory_shows_what_it_waited_for_at_each_instant(tmp_path: Path) -
     ]
 
 
-def test_without_trajectories_there_are_no_lanes(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    folder.process("trainer", owner=True).close(MS)
-    assert pack_trajectories(load_step(folder.write())) is None
-
-
 def test_in_flight_counts_trajectories_over_the_window(tmp_path: Path) -> None:
-    packed = pack_trajectories(load_step(rl_step(tmp_path, trajectories=10).write()))
-    assert packed is not None
+    packed = some(pack_trajectories(load_step(rl_step(tmp_path, trajectories=10).write())))
     assert max(packed.in_flight) == 10
     assert packed.in_flight[-1] == 0
     # The area under the curve is the trajectories' time: 1 s in parts.
@@ -155,8 +139,7 @@ def test_in_flight_counts_trajectories_over_the_window(tmp_path: Path) -> None:
 
 def test_of_too_many_lanes_those_of_the_slowest_are_kept(tmp_path: Path) -> None:
     timeline = load_step(rl_step(tmp_path, trajectories=600).write())
-    packed = pack_trajectories(timeline, ["t599", "t7"], budget=400)
-    assert packed is not None
+    packed = some(pack_trajectories(timeline, ["t599", "t7"], budget=400))
     assert (packed.trajectories, packed.needed) == (600, max_overlap(600))
     assert len(packed.lanes) <= 258
     drawn = {flight.trajectory for lane in packed.lanes for flight in lane}

@@ -10,12 +10,10 @@ from types import ModuleType
 import pytest
 
 import stepscope_report
-from packages.report.tests.pictures import rl_step
 from packages.report.tests.test_cli import a_run
 from packages.report.tests.traces import kernel, op, write_trace
 from stepscope.errors import RecordError, StepscopeError
-from stepscope_report import OpenRun, OpenTraces, stage_times
-from stepscope_report.timeline import load_step
+from stepscope_report import OpenRun, OpenTraces
 
 
 def open_run(path: Path) -> OpenRun:
@@ -52,17 +50,23 @@ def test_a_table_is_a_list_of_dicts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_rows_become_a_frame_where_the_library_is_installed(
+def test_rows_and_tables_become_a_frame_where_the_library_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    rows = open_run(tmp_path)[2].table("stages")
+    step = open_run(tmp_path)[2]
+    rows, table = step.table("stages"), step.report().stages
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(StepscopeError, match=f"pip install {library}"):
-        getattr(rows, f"to_{library}")()
+    for each in (rows, table):
+        with pytest.raises(StepscopeError, match=f"pip install {library}"):
+            getattr(each, f"to_{library}")()
     module = ModuleType(library)
     vars(module)["DataFrame"] = lambda rows, **options: rows
     monkeypatch.setitem(sys.modules, library, module)
     assert getattr(rows, f"to_{library}")() == list(rows)
+    (row,) = getattr(table, f"to_{library}")()
+    assert row["stage"] == "rollout"
+    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "waited_ns", "total_ns", "profiled", "cut"}
+    assert row["processes"][0].keys() == stated
 
 
 def test_a_step_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -115,30 +119,3 @@ def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
         stepscope_report.open(tmp_path)
     with pytest.raises(RecordError, match="does not exist"):
         stepscope_report.open(tmp_path / "absent")
-
-
-# Tables as data frames.
-
-
-@pytest.mark.parametrize("library", ["polars", "pandas"])
-def test_without_the_library_the_error_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    table = stage_times(load_step(rl_step(tmp_path).write()))
-    with pytest.raises(StepscopeError, match=f"pip install {library}"):
-        getattr(table, f"to_{library}")()
-
-
-@pytest.mark.parametrize("library", ["polars", "pandas"])
-def test_with_it_a_frame_has_a_row_for_each_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
-    module = ModuleType(library)
-    vars(module)["DataFrame"] = lambda rows, **options: rows
-    monkeypatch.setitem(sys.modules, library, module)
-    table = stage_times(load_step(rl_step(tmp_path).write()))
-    rows = getattr(table, f"to_{library}")()
-    assert [row["stage"] for row in rows] == [stage.stage for stage in table]
-    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "waited_ns", "total_ns", "profiled", "cut"}
-    assert rows[0]["processes"][0].keys() == stated

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.report.tests.steps import close, printed
-from packages.report.tests.test_report_advice import MS, Case
+from packages.report.tests.cases import Case
+from packages.report.tests.steps import MS, close, printed
 from packages.report.tests.test_report_settings import full_cache, lines_of, named
 from packages.report.tests.test_what_if import EVEN, UNEVEN, a_step, ends_ms
 from stepscope import capture, span
@@ -96,8 +96,7 @@ def test_a_router_that_deals_by_load_saves_what_what_if_says(tmp_path: Path) -> 
     assert change.predicted_saving_ns == prediction.measured_ns - prediction.predicted_ns > 0
 
 
-def test_an_engine_more_saves_what_what_if_says(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_an_engine_more_saves_what_what_if_says(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     for number, tokens in enumerate(EVEN):
         engine = folder.process("rollout", number, replica=number)
@@ -126,9 +125,8 @@ def rewrite(path: Path, settings: FrameworkSettings) -> None:
 
 
 def test_settings_stand_in_the_terminal_the_page_the_brief_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = Case(tmp_path)
     full_cache(case)
     case.driver.settings = (named("verl", max_requests=("actor_rollout_ref.rollout.max_num_seqs", 64)),)
     for process in case.folder.processes:

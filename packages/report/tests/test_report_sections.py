@@ -68,16 +68,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-sections\nVersion: 1.0\n")
     names = (
-        "spans",
-        "broken",
-        "numbers",
-        "no_section",
-        "not_there",
-        "count",
-        "undrawn",
-        "short",
-        "unescaped",
-    )
+        "spans", "broken", "numbers", "no_section", "not_there", "count", "undrawn", "short", "unescaped",
+    )  # fmt: skip
     points = "\n".join(f"toy-{name} = toy_sections:{name}" for name in names)
     (metadata / "entry_points.txt").write_text(f"[stepscope.report_sections]\n{points}\n")
     (site / "toy_sections.py").write_text(TOY)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from packages.report.tests.test_report_advice import (
-    MS,
-    Case,
-    prompts,
-    queue,
-    slow_rank,
-    tools,
-)
+from packages.report.tests.cases import Case, prompts, queue, slow_rank, tools
+from packages.report.tests.steps import MS
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.counters import (
     EVENT_LOOP,
@@ -213,22 +206,19 @@ def lines_of(changes: Iterable[SettingChange]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_a_rule_names_the_settings_that_it_turns(tmp_path: Path, remedy: str) -> None:
+def test_a_rule_names_the_settings_that_it_turns(case: Case, remedy: str) -> None:
     expected = CASES[remedy]
-    case = Case(tmp_path)
     expected.change(case)
     advice = advice_of(case, remedy.partition(":")[0], named(**PRESENT))
     assert lines_of(advice.settings) == tuple(f"mine: {line}" for line in expected.lines)
 
 
-def test_without_a_framework_advice_is_what_it_was(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_without_a_framework_advice_is_what_it_was(case: Case) -> None:
     queues(case)
     assert case.advice()["queueing"].settings == ()
 
 
-def test_a_wait_for_a_judge_is_a_matter_of_judges(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_a_wait_for_a_judge_is_a_matter_of_judges(case: Case) -> None:
     tail_of("wait_for_reward", "agent_loop", wait=True)(case)
     advice = advice_of(case, "long-tail", named(**PRESENT))
     assert lines_of(advice.settings) == ("mine: judges: 2 -> higher",)
@@ -244,9 +234,8 @@ def test_a_wait_for_a_judge_is_a_matter_of_judges(tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_that_is_not_the_cause_is_not_named(
-    tmp_path: Path, settings: dict[str, tuple[Any, ...]], lines: tuple[str, ...]
+    case: Case, settings: dict[str, tuple[Any, ...]], lines: tuple[str, ...]
 ) -> None:
-    case = Case(tmp_path)
     full_cache(case)
     assert lines_of(advice_of(case, "full-kv-cache", named(**settings)).settings) == lines
 
@@ -255,23 +244,20 @@ def test_a_setting_that_is_not_the_cause_is_not_named(
     ("used", "lines"), [(50.0, ("mine: slots: 64 -> 96",)), (80.0, ("mine: slots: 64 -> 76",)), (99.0, ())]
 )
 def test_more_requests_are_suggested_as_far_as_the_cache_holds_them(
-    tmp_path: Path, used: float, lines: tuple[str, ...]
+    case: Case, used: float, lines: tuple[str, ...]
 ) -> None:
-    case = Case(tmp_path)
     queue(case)
     replica_counters(case, used=used, running=64, waiting=30)
     assert lines_of(advice_of(case, "queueing", named(max_requests=("slots", 64))).settings) == lines
 
 
-def test_replicas_are_not_added_where_training_has_the_same_devices(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_replicas_are_not_added_where_training_has_the_same_devices(case: Case) -> None:
     queue(case)
     settings = named(replicas=("engines", 2), colocated=("together", True))
     assert advice_of(case, "queueing", settings).settings == ()
 
 
-def test_replicas_may_be_counted_in_devices(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_replicas_may_be_counted_in_devices(case: Case) -> None:
     queue(case)
     settings = named(rollout_devices=("--rollout-num-gpus", 8), tensor_parallel=("tp", 2))
     (line,) = lines_of(advice_of(case, "queueing", settings).settings)
@@ -279,16 +265,14 @@ def test_replicas_may_be_counted_in_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("reserved", "line"), [(47, "4 -> 8"), (48, "4 -> higher")])
-def test_a_micro_batch_is_doubled_if_the_memory_is_there(tmp_path: Path, reserved: int, line: str) -> None:
-    case = Case(tmp_path)
+def test_a_micro_batch_is_doubled_if_the_memory_is_there(case: Case, reserved: int, line: str) -> None:
     waiting_device("actor", reserved)(case)
     assert lines_of(advice_of(case, "idle-device", named(**PRESENT)).settings) == (
         f"mine: micro batch: {line}",
     )
 
 
-def test_weights_do_not_go_from_device_to_device_where_there_is_none(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_weights_do_not_go_from_device_to_device_where_there_is_none(case: Case) -> None:
     weights_to_replicas(case)
     add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 400_000)])
     advice = advice_of(case, "weight-sync", named(**PRESENT))
@@ -296,8 +280,7 @@ def test_weights_do_not_go_from_device_to_device_where_there_is_none(tmp_path: P
     assert line.endswith(" MB: 512 -> higher")
 
 
-def test_dynamic_batches_have_no_micro_batch(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def test_dynamic_batches_have_no_micro_batch(case: Case) -> None:
     waiting_device("actor")(case)
     settings = named(
         micro_batch=("micro batch", 4), micro_tokens=("tokens", 8192), dynamic_batch=("dynamic", True)
@@ -306,9 +289,8 @@ def test_dynamic_batches_have_no_micro_batch(tmp_path: Path) -> None:
 
 
 def test_a_framework_is_named_rather_than_its_engine_and_differing_processes_have_no_value(
-    tmp_path: Path,
+    case: Case,
 ) -> None:
-    case = Case(tmp_path)
     full_cache(case)
     engine = FrameworkSettings(
         framework="vllm",

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from packages.report.tests.steps import MS, Row, a_step, close
+from packages.report.tests.steps import MS, Row, a_step, close, some
 from packages.report.tests.test_report_breakdown import account, driver_of
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Stall
@@ -104,8 +104,7 @@ def test_data_parallel_engines_of_a_replica_serve_each_for_itself(tmp_path: Path
 
 
 @pytest.mark.parametrize("named", ["turn", "decode"])
-def test_a_span_may_name_the_replica_that_it_waits_for(tmp_path: Path, named: str) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_span_may_name_the_replica_that_it_waits_for(folder: StepFolder, named: str) -> None:
     driver = driver_of(folder)
     for replica in range(2):  # one process drives both
         attrs: dict[str, AttrValue] = {"replica": replica}
@@ -123,8 +122,9 @@ def test_a_span_may_name_the_replica_that_it_waits_for(tmp_path: Path, named: st
     assert account(folder) == {"rollout decode": 50, "rollout prefill": 10, "profiler": 40}
 
 
-def test_a_stage_that_one_process_runs_on_two_replicas_stalls_while_all_of_them_write(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_stage_that_one_process_runs_on_two_replicas_stalls_while_both_write(
+    folder: StepFolder,
+) -> None:
     driver = driver_of(folder)
     for replica in range(2):
         driver.span("decode", 0, 100 * MS, role="rollout", attrs={"replica": replica})
@@ -136,8 +136,7 @@ def test_a_stage_that_one_process_runs_on_two_replicas_stalls_while_all_of_them_
     assert (share.busy_ns, share.stalled_ns) == (100 * MS, 20 * MS)
 
 
-def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(folder: StepFolder) -> None:
     driver = driver_of(folder)
     driver.span("decode", 0, 70 * MS, role="rollout")
     expect(driver, 0, recorded(driver, 0, (10, 90)))
@@ -149,8 +148,7 @@ def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(tmp_path: 
     assert "not-typical" in {advice.rule for advice in report.advice}
 
 
-def test_stalls_of_another_host_are_placed_by_its_clock(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_stalls_of_another_host_are_placed_by_its_clock(folder: StepFolder) -> None:
     driver = driver_of(folder)
     engine = folder.process("rollout", 0, host="host-b", replica=0, skew_ns=5000 * MS)
     driver.measures(engine, 0)
@@ -160,8 +158,7 @@ def test_stalls_of_another_host_are_placed_by_its_clock(tmp_path: Path) -> None:
     assert account(folder) == {"rollout decode": 20, "profiler": 80}
 
 
-def test_a_slow_trajectory_waited_for_the_profiler(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_slow_trajectory_waited_for_the_profiler(folder: StepFolder) -> None:
     driver = driver_of(folder)
     above = driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory="t")
     driver.span("decode", 0, 100 * MS, role="rollout", parent=above, trajectory="t")
@@ -169,15 +166,13 @@ def test_a_slow_trajectory_waited_for_the_profiler(tmp_path: Path) -> None:
     close(folder, 100 * MS)
     timeline = load_step(folder.write())
     report = step_report(timeline)
-    tail = report.long_tail
-    assert tail is not None
+    tail = some(report.long_tail)
     assert 'class="m profiler"' in render_step(timeline, report).split('id="slowest"')[1].split("</table>")[0]
     waits = {f"{wait.role} {wait.stage}": wait.wall_ns // MS for wait in tail.worst[0].waits}
     assert waits == {"profiler engine trace": 80, "rollout decode": 20}
 
 
-def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_advice_says_what_the_step_would_have_taken(folder: StepFolder) -> None:
     driver = driver_of(folder)
     driver.span("decode", 0, 100 * MS, role="rollout")
     expect(driver, 0, recorded(driver, 0, (10, 90)))
@@ -189,8 +184,7 @@ def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
     assert re.search("80.0 ms, 80.0 %.* 20.0 ms$", advice.because[1])
 
 
-def test_without_steps_to_compare_with_an_engine_that_writes_for_long_is_told(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_without_steps_to_compare_with_an_engine_that_writes_for_long_is_told(folder: StepFolder) -> None:
     driver = driver_of(folder)
     driver.span("decode", 0, 100 * MS, role="rollout")
     expect(driver, 0, recorded(driver, 0, (10, 90)))
@@ -203,9 +197,8 @@ def rules(folder: StepFolder) -> set[str]:
     return {advice.rule for advice in step_report(load_step(folder.write())).advice}
 
 
-def test_a_replica_that_writes_is_no_straggler(tmp_path: Path) -> None:
+def test_a_replica_that_writes_is_no_straggler(folder: StepFolder) -> None:
     """Both decode for 20 ms. One has work left when its profiler writes, and stands still for 80 ms."""
-    folder = StepFolder(tmp_path)
     driver = driver_of(folder)
     for replica, end_ms in enumerate((100, 20)):
         folder.process("rollout", replica, replica=replica).span("decode", 0, end_ms * MS)
@@ -215,8 +208,7 @@ def test_a_replica_that_writes_is_no_straggler(tmp_path: Path) -> None:
     assert "straggler" not in rules(folder)
 
 
-def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(folder: StepFolder) -> None:
     driver = driver_of(folder)
     for number in range(10):
         end_ns = (100 if number == 9 else 10) * MS
@@ -231,8 +223,7 @@ def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(tmp_p
     assert "long-tail" not in {advice.rule for advice in report.advice}
 
 
-def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(folder: StepFolder) -> None:
     driver = driver_of(folder)
     above = driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory="t")
     driver.span("queue", 5 * MS, 95 * MS, role="rollout", parent=above, trajectory="t")
@@ -241,8 +232,7 @@ def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(tmp_path: P
     assert "queueing" not in rules(folder)
 
 
-def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     for replica in range(2):
         engine = folder.process("rollout", replica, replica=replica)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from packages.report.tests.steps import MS, Row, a_step, close, printed
+from packages.report.tests.steps import MS, Row, a_step, close, printed, reported, some
 from stepscope.files.manifest import OwnCost
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times, step_breakdown, step_long_tail, step_report
@@ -39,58 +38,48 @@ def rollout(tmp_path: Path, count: int = 20) -> StepFolder:
 
 
 def test_calls_are_counted_and_timed_by_stage(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    for milliseconds in (1, 2, 3, 10):
-        driver.span("reward", 0, milliseconds * MS, error="ValueError" if milliseconds == 10 else None)
-    driver.span("reward", 0, None)
-    driver.close(20 * MS)
-    (stage,) = stage_times(load_step(folder.write()))
+    rows: list[Row] = [("trainer reward", 0, ms) for ms in (1, 2, 3)]
+    rows += [("trainer reward", 0, 10, {"error": "ValueError"}), ("trainer reward", 0, None)]
+    (stage,) = reported(a_step(tmp_path, 20, rows)).stages
     assert (stage.calls, stage.open, stage.errors) == (4, 1, 1)
     assert (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns) == (16 * MS, 4 * MS, 2 * MS, 10 * MS)
     assert (stage.imbalance, stage.slowest) == (None, None)
 
 
 def test_a_function_that_calls_another_of_its_stage_is_one_call(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    trainer = folder.process("trainer", owner=True)
-    outer = trainer.span("compute_advantages", 0, 10 * MS)
-    between = trainer.span("reduce", MS, 9 * MS, parent=outer)
-    trainer.span("compute_advantages", 2 * MS, 8 * MS, parent=between)
-    trainer.span("compute_advantages", 2 * MS, 8 * MS, parent=between)
-    trajectory = trainer.span("trajectory", 0, 9 * MS, parent=outer, trajectory="t0")
-    trainer.span("trajectory", 0, 4 * MS, parent=trajectory, trajectory="t0/agent")
-    trainer.close(20 * MS)
-    timeline = load_step(folder.write())
-    timeline.spans[3].thread += 1
+    rows: list[Row] = [
+        ("trainer compute_advantages", 0, 10), ("trainer reduce", 1, 9, "compute_advantages"),
+        ("trainer trajectory", 0, 9, "compute_advantages", {"trajectory": "t0"}),
+        ("trainer trajectory", 0, 4, "trajectory", {"trajectory": "t0/agent"}),
+        ("trainer compute_advantages", 2, 8, "reduce"), ("trainer compute_advantages", 2, 8, "reduce"),
+    ]  # fmt: skip
+    timeline = load_step(a_step(tmp_path, 20, rows).write())
+    timeline.spans[-1].thread += 1
     stages = {stage.stage: stage for stage in stage_times(timeline)}
+    advantages = stages["compute_advantages"]
     assert {name: stage.calls for name, stage in stages.items()} == {
-        "compute_advantages": 2,  # one in each thread
-        "reduce": 1,
-        "trajectory": 2,
-    }
-    assert stages["compute_advantages"].total_ns == 16 * MS
-    assert stages["compute_advantages"].processes[0].calls == 2
+        "compute_advantages": 2, "reduce": 1, "trajectory": 2,  # one in each thread
+    }  # fmt: skip
+    assert (advantages.total_ns, advantages.processes[0].calls) == (16 * MS, 2)
 
 
 def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
     rows: list[Row] = [("rollout generate", start, start + 4) for start in (0, 1, 2)]
-    (stage,) = stage_times(load_step(a_step(tmp_path, 20, rows).write()))
+    (stage,) = reported(a_step(tmp_path, 20, rows)).stages
     assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
 
 
 @pytest.mark.parametrize("row", [("trainer/rollout generate", 0, 9), ("rollout load_weights", 0, 9)])
 def test_who_only_calls_an_engine_or_loads_weights_has_no_phases_to_name(tmp_path: Path, row: Row) -> None:
-    assert step_report(load_step(a_step(tmp_path, 10, [row]).write())).phaseless == ()
+    assert reported(a_step(tmp_path, 10, [row])).phaseless == ()
 
 
 @pytest.mark.parametrize(
     ("busy_ms", "slowest"), [((100, 300), "actor 1"), ((10, 10, 15, 10), "actor 2")], ids=["two", "four"]
 )
 def test_the_slowest_rank_is_named_with_its_imbalance(
-    tmp_path: Path, busy_ms: tuple[int, ...], slowest: str
+    folder: StepFolder, busy_ms: tuple[int, ...], slowest: str
 ) -> None:
-    folder = StepFolder(tmp_path)
     for rank, ms in enumerate(busy_ms):
         folder.process("actor", rank).span("update_actor", 0, ms * MS)
     timeline = load_step(folder.write())
@@ -101,8 +90,7 @@ def test_the_slowest_rank_is_named_with_its_imbalance(
     assert middle([1, 2, 9, 4]) == 3
 
 
-def test_waiting_below_a_call_is_no_work_of_it(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_waiting_below_a_call_is_no_work_of_it(folder: StepFolder) -> None:
     for rank, late_ms in enumerate((0, 6)):
         process = folder.process("actor", rank, owner=rank == 0)
         update = process.span("update", 0, 10 * MS)
@@ -118,24 +106,19 @@ def test_waiting_below_a_call_is_no_work_of_it(tmp_path: Path) -> None:
 
 
 def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, named, unnamed = (
-        folder.process("trainer", owner=True), folder.process("rollout", 0), folder.process("rollout", 1),
-    )  # fmt: skip
-    driver.span("generate", 0, 9 * MS, role="rollout")
-    named.span("prefill", 0, 4 * MS)
-    unnamed.span("generate_batch", 0, 9 * MS)
-    close(folder, 10 * MS)
-    timeline = load_step(folder.write())
+    rows: list[Row] = [
+        ("trainer/rollout generate", 0, 9), ("rollout prefill", 0, 4), ("rollout:1 generate_batch", 0, 9),
+    ]  # fmt: skip
+    timeline = load_step(a_step(tmp_path, 10, rows).write())
     report = step_report(timeline)
-    assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
+    (row,) = report.phaseless
+    assert (row.process, row.stages) == ("rollout 1", ("generate_batch",))
     for output in (" ".join(printed(report).split()), render_step(timeline, report)):
         assert "rollout 1: unknown" in output
         assert re.search("`prefill` and `decode`", output)
 
 
-def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_of_many_processes_those_that_matter_stand_first(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     actors = [
         folder.process("actor", rank, host="host-b" if rank == 61 else "host-a",
@@ -161,19 +144,13 @@ def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_inc
     tmp_path: Path,
 ) -> None:
     folder = rollout(tmp_path)
-    path = folder.write()
-    part = folder.processes[0].part_path
-    part.write_text(json.dumps({**json.loads(part.read_text()), "error": "ValueError: bad batch"}))
-    report = step_report(load_step(path))
+    folder.processes[0].error = "ValueError: bad batch"
+    report = reported(folder)
     text = printed(report)
     assert report.health.complete
     assert "ValueError: bad batch: " in text
     assert "Complete: " in text
     assert "Not complete" not in text
-
-
-def test_one_trajectory_at_once_is_singular() -> None:
-    assert (trajectories(1.0), trajectories(2.5)) == ("1 trajectory", "2.5 trajectories")
 
 
 def test_a_percentage_is_rounded_half_to_even() -> None:
@@ -183,22 +160,25 @@ def test_a_percentage_is_rounded_half_to_even() -> None:
 
 
 def test_the_last_tenth_of_the_trajectories_holds_the_others(tmp_path: Path) -> None:
-    tail = step_long_tail(load_step(rollout(tmp_path).write()))
-    assert tail is not None
+    """The slowest of them say what they waited for."""
+    tail = some(reported(rollout(tmp_path)).long_tail)
     assert (tail.trajectories, tail.last, tail.held_ns, tail.rollout_ns) == (20, 2, 2 * MS, 20 * MS)
+    assert [slow.trajectory for slow in tail.worst] == [f"t{index}" for index in range(19, 9, -1)]
+    worst = tail.worst[0]
+    assert [(wait.stage, wait.wall_ns // MS) for wait in worst.waits] == [("decode", 19), ("turn", 1)]
+    assert sum(wait.wall_ns for wait in worst.waits) == worst.wall_ns
 
 
 def test_the_bubble_is_what_replicas_idle_in_the_tail(tmp_path: Path) -> None:
     folder = rollout(tmp_path)
     folder.process("rollout", 1).span("decode", 0, 19 * MS)
     folder.processes[-1].close(20 * MS)
-    tail = step_long_tail(load_step(folder.write()))
-    assert tail is not None
+    tail = some(reported(folder).long_tail)
     assert [(hold.percent, hold.trajectories) for hold in tail.holds] == [(10, 2), (5, 1)]
     assert [hold.held_ns for hold in tail.holds] == [2 * MS, MS]
-    assert tail.bubble is not None
-    assert (tail.bubble.replicas, tail.bubble.tail_ns, tail.bubble.idle_ns) == (2, 2 * MS, MS)
-    assert (tail.bubble.in_flight, tail.bubble.in_flight_before) == (1.5, 11.5)
+    bubble = some(tail.bubble)
+    assert (bubble.replicas, bubble.tail_ns, bubble.idle_ns) == (2, 2 * MS, MS)
+    assert (bubble.in_flight, bubble.in_flight_before) == (1.5, 11.5)
 
 
 def test_processes_that_only_call_replicas_are_none_in_the_bubble(tmp_path: Path) -> None:
@@ -207,57 +187,40 @@ def test_processes_that_only_call_replicas_are_none_in_the_bubble(tmp_path: Path
         loop = folder.process("agent_loop", rank)
         loop.span("generate", 0, 19 * MS, role="rollout")
         loop.close(20 * MS)
-    report = step_report(load_step(folder.write()))
-    assert report.long_tail is not None
-    assert report.long_tail.bubble is not None
-    assert (report.long_tail.bubble.replicas, report.long_tail.bubble.idle_ns) == (1, 0)
+    report = reported(folder)
+    bubble = some(some(report.long_tail).bubble)
+    assert (bubble.replicas, bubble.idle_ns) == (1, 0)
     assert report.phaseless == ()
 
 
 def test_percentiles_name_the_trajectories_behind_them(tmp_path: Path) -> None:
-    tail = step_long_tail(load_step(rollout(tmp_path, 100).write()))
-    assert tail is not None
-    assert [(spread.role, spread.stage) for spread in tail.spreads] == [
-        ("agent_loop", "trajectory"),
-        ("agent_loop", "turn"),
-        ("rollout", "decode"),
-    ]
-    whole = tail.spreads[0]
+    spreads = some(reported(rollout(tmp_path, 100)).long_tail).spreads
+    assert [(spread.role, spread.stage) for spread in spreads] == [
+        ("agent_loop", "trajectory"), ("agent_loop", "turn"), ("rollout", "decode"),
+    ]  # fmt: skip
+    whole = spreads[0]
     assert (whole.p50_ns, whole.p90_ns) == (50 * MS, 90 * MS)
     assert (whole.p99.ns, whole.p99.trajectory, whole.max.trajectory) == (99 * MS, "t98", "t99")
-
-
-def test_the_slowest_trajectories_say_what_they_waited_for(tmp_path: Path) -> None:
-    tail = step_long_tail(load_step(rollout(tmp_path).write()))
-    assert tail is not None
-    assert [slow.trajectory for slow in tail.worst] == [f"t{index}" for index in range(19, 9, -1)]
-    worst = tail.worst[0]
-    assert [(wait.stage, wait.wall_ns // MS) for wait in worst.waits] == [("decode", 19), ("turn", 1)]
-    assert sum(wait.wall_ns for wait in worst.waits) == worst.wall_ns
 
 
 def test_a_trajectory_that_never_ended_is_among_the_slowest(tmp_path: Path) -> None:
     folder = rollout(tmp_path)
     folder.processes[0].span("trajectory", 5 * MS, None, role="agent_loop", trajectory="hung")
-    tail = step_long_tail(load_step(folder.write()))
-    assert tail is not None
-    assert tail.open == 1
+    tail = some(reported(folder).long_tail)
     hung = next(slow for slow in tail.worst if slow.trajectory == "hung")
-    assert (hung.open, hung.wall_ns) == (True, 15 * MS)
+    assert (tail.open, hung.open, hung.wall_ns) == (1, True, 15 * MS)
 
 
 def test_tools_in_no_trajectory_are_counted_where_their_clock_is_known(tmp_path: Path) -> None:
     folder = rollout(tmp_path)
     for host in ("host-a", "host-of-no-known-clock"):
         folder.process("env", host=host).span("tool", 2 * MS, 3 * MS, role="env")
-    tail = step_long_tail(load_step(folder.write()))
-    assert tail is not None
-    assert [(outside.role, outside.stage, outside.calls) for outside in tail.outside] == [("env", "tool", 1)]
+    (outside,) = some(reported(folder).long_tail).outside
+    assert (outside.role, outside.stage, outside.calls) == ("env", "tool", 1)
 
 
 @pytest.mark.slow
-def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_10_000_trajectories_are_reported_in_seconds(folder: StepFolder) -> None:
     driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
     for index in range(10_000):
         name, at = f"t{index}", index * 1000
@@ -295,8 +258,11 @@ def test_durations_have_three_digits_and_a_unit() -> None:
     ]  # fmt: skip
 
 
-def test_of_many_unaligned_processes_a_few_are_named(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_one_trajectory_at_once_is_singular() -> None:
+    assert (trajectories(1.0), trajectories(2.5)) == ("1 trajectory", "2.5 trajectories")
+
+
+def test_of_many_unaligned_processes_a_few_are_named(folder: StepFolder) -> None:
     folder.process("trainer", owner=True).close(MS)
     for rank in range(LISTED + 3):
         folder.process("actor", rank, host="elsewhere").span("update", 0, MS)
@@ -324,14 +290,7 @@ def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colo
     text = printed(step_report(load_step(folder.write())))
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
-    for phrase in (
-        "Where it went",
-        "unaccounted",
-        "100.0",
-        "Long tail",
-        "Slowest trajectories",
-        "[bold]",
-    ):
+    for phrase in ("Where it went", "unaccounted", "100.0", "Long tail", "Slowest trajectories", "[bold]"):
         assert phrase in text
     assert re.search("2.00 ms .* 2 of 20 ", text)
     assert "1.00 ms for the" in " ".join(text.split())
@@ -340,10 +299,8 @@ def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colo
 
 def test_ranks_stand_side_by_side_up_to_eight_and_are_summed_up_beyond(tmp_path: Path) -> None:
     for ranks, header in ((8, "actor 7"), (9, "slowest")):
-        folder = StepFolder(tmp_path / str(ranks))
-        for rank in range(ranks):
-            folder.process("actor", rank).span("update_actor", 0, (rank + 1) * MS)
-        text = printed(step_report(load_step(folder.write())))
+        rows: list[Row] = [(f"actor:{rank} update_actor", 0, rank + 1) for rank in range(ranks)]
+        text = printed(reported(a_step(tmp_path / str(ranks), 10, rows)))
         line = next(line for line in text.splitlines() if "max/median" in line)
         assert header in line
 

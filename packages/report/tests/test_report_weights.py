@@ -70,8 +70,7 @@ def test_who_did_nothing_meanwhile_waited(tmp_path: Path) -> None:
     assert waits["actor 0"] == 300 * MS
 
 
-def test_of_nested_calls_of_a_stage_the_outermost_has_the_bytes(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_of_nested_calls_of_a_stage_the_outermost_has_the_bytes(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     outer = driver.span("sync_weights", 0, 100 * MS, attrs={"bytes": GB})
     driver.span("sync_weights", 0, 50 * MS, parent=outer, attrs={"bytes": GB // 2})
@@ -96,8 +95,7 @@ def test_without_bytes_the_report_says_how_to_state_them(tmp_path: Path) -> None
     assert 'attrs={"bytes": ...}' in printed(result, 150)
 
 
-def test_a_step_that_moves_no_weights_has_no_such_section(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_step_that_moves_no_weights_has_no_such_section(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     driver.span("update_actor", 0, 9 * MS)
     driver.close(10 * MS)

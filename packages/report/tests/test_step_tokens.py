@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.steps import some
 from stepscope import ProfileConfig, capture, span, step_tokens
 from stepscope._recording.recorder import standing
 from stepscope.files.layout import RunLayout
@@ -24,8 +25,7 @@ def captured(folder: Path) -> Timeline:
 
 
 def lines_of(folder: Path) -> list[StepLine]:
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = some(standing.standing())
     assert recorder.drain(30)
     (file,) = folder.glob("steps_*.jsonl")
     return read_step_lines(file)

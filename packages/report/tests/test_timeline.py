@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.report.tests.steps import close, printed
+from packages.report.tests.steps import Row, a_step, close, printed, some
 from packages.report.tests.traces import add_trace, op
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
@@ -41,10 +41,8 @@ def test_a_measured_offset_on_the_owners_host_is_the_noise_of_the_exchange() -> 
     noise = ClockOffset(process="p", offset_ns=300, uncertainty_ns=1_000, at_mono_ns=0)
     aligned = align("p", "h", anchor, None, Reference("h", owner.place, 0, [noise]))
     assert (aligned.clock.alignment, aligned.clock.offset_ns, aligned.place(5)) == (
-        "same host",
-        0,
-        100 * S + 5,
-    )
+        "same host", 0, 100 * S + 5,
+    )  # fmt: skip
 
 
 def test_two_machines_of_one_name_are_told_apart_by_their_clocks() -> None:
@@ -77,33 +75,25 @@ def test_a_wall_clock_that_was_set_meanwhile_does_not_stretch_the_spans() -> Non
 
 
 def test_a_killed_workers_spans_are_kept_and_its_open_one_has_no_end(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    actor = folder.process("actor", 0)
-    actor.span("compute_log_prob", 1 * MS, 3 * MS)
-    actor.span("update_actor", 4 * MS, None)
-    driver.close(10 * MS)
+    rows: list[Row] = [("actor compute_log_prob", 1, 3), ("actor update_actor", 4, None)]
+    folder = a_step(tmp_path, 10, rows)
+    actor = folder.processes[1]
+    actor.closed_ns = None
     timeline = load_step(folder.write())
     assert placed(timeline) == {"compute_log_prob": (MS, 3 * MS), "update_actor": (4 * MS, None)}
     killed = timeline.processes[1]
     assert (killed.closed_ns, killed.last_ns - OPENED_NS, killed.dropped) == (None, 4 * MS, None)
     assert timeline.until_ns(timeline.spans[1]) - OPENED_NS == 4 * MS
-    assert timeline.manifest is not None
-    (awaited,) = timeline.manifest.awaited()
+    (awaited,) = some(timeline.manifest).awaited()
     assert awaited.startswith(f"{actor.info.key}: spans: pending: ")
 
 
 def test_an_open_span_of_a_process_that_closed_ran_until_then(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("rollout", 1 * MS, None)
-    driver.close(10 * MS)
-    timeline = load_step(folder.write())
+    timeline = load_step(a_step(tmp_path, 10, [("trainer rollout", 1, None)]).write())
     assert timeline.until_ns(timeline.spans[0]) - OPENED_NS == 10 * MS
 
 
-def test_parents_are_found_in_the_process_and_by_links_across_processes(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_parents_are_found_in_the_process_and_by_links_across_processes(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     replica = folder.process("rollout", 0)
     trajectory = driver.span("trajectory", 0, 9 * MS, trajectory="t1")
@@ -117,12 +107,9 @@ def test_parents_are_found_in_the_process_and_by_links_across_processes(tmp_path
     names = [span.stage for span in timeline.spans]
     above = {span.stage: None if span.parent is None else names[span.parent] for span in timeline.spans}
     assert above == {
-        "trajectory": None,
-        "turn": "trajectory",
-        "generate": "turn",
-        "of_another_step": None,
+        "trajectory": None, "turn": "trajectory", "generate": "turn", "of_another_step": None,
         "of_a_stranger": None,
-    }
+    }  # fmt: skip
 
 
 def test_a_cycle_of_links_is_cut() -> None:
@@ -140,18 +127,14 @@ def test_two_runs_in_one_folder_are_never_mixed(tmp_path: Path) -> None:
         driver.close(2 * MS)
         path = folder.write()
     latest = load_step(path)
-    assert (latest.run_id, latest.runs, [span.stage for span in latest.spans]) == (
-        "new",
-        ("old", "new"),
-        ["of_new"],
-    )
+    assert (latest.run_id, latest.runs) == ("new", ("old", "new"))
+    assert [span.stage for span in latest.spans] == ["of_new"]
     assert [span.stage for span in load_step(path, run_id="old").spans] == ["of_old"]
     with pytest.raises(RecordError, match=r"'other'; .*: old, new"):
         load_step(path, run_id="other")
 
 
-def test_without_the_owner_the_window_is_what_the_others_saw(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_without_the_owner_the_window_is_what_the_others_saw(folder: StepFolder) -> None:
     actor = folder.process("actor", 0)
     actor.span("update_actor", 4 * MS, 6 * MS)
     actor.close(8 * MS)
@@ -159,8 +142,7 @@ def test_without_the_owner_the_window_is_what_the_others_saw(tmp_path: Path) -> 
     assert (window.wall_ns, window.opened, window.closed) == (8 * MS, False, False)
 
 
-def test_a_window_whose_owner_was_killed_ends_with_the_last_sign_of_life(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_window_whose_owner_was_killed_ends_with_the_last_sign_of_life(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     driver.span("rollout", 0, None)
     actor = folder.process("actor", 0)
@@ -169,8 +151,7 @@ def test_a_window_whose_owner_was_killed_ends_with_the_last_sign_of_life(tmp_pat
     assert (window.wall_ns, window.opened, window.closed) == (7 * MS, True, False)
 
 
-def test_of_ranks_that_each_opened_their_own_capture_the_first_is_the_owner(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_of_ranks_that_each_opened_their_own_capture_the_first_is_the_owner(folder: StepFolder) -> None:
     for rank in (1, 0):
         folder.process("trainer", rank, owner=True).close(10 * MS)
     assert [process.name for process in load_step(folder.write()).processes] == ["trainer 0", "trainer 1"]
@@ -183,39 +164,19 @@ def info(
 
 
 def test_processes_have_names_for_people_and_no_two_the_same() -> None:
-    infos = [
-        info("trainer"),
-        info("actor", 0, pid=1),
-        info("actor", 1, pid=2),
-        info("actor", 1, pid=3),
-        info("rollout", replica=1),
-        info("env", pid=1, host="a"),
-        info("env", pid=1, host="b"),
-    ]
-    assert names_of(infos) == [
-        "trainer",
-        "actor 0",
-        "actor 1 pid 2",
-        "actor 1 pid 3",
-        "rollout replica 1",
-        "env pid 1 on a",
-        "env pid 1 on b",
-    ]
+    named = {
+        "trainer": info("trainer"),
+        "actor 0": info("actor", 0, pid=1),
+        "actor 1 pid 2": info("actor", 1, pid=2),
+        "actor 1 pid 3": info("actor", 1, pid=3),
+        "rollout replica 1": info("rollout", replica=1),
+        "env pid 1 on a": info("env", pid=1, host="a"),
+        "env pid 1 on b": info("env", pid=1, host="b"),
+    }
+    assert names_of(list(named.values())) == list(named)
 
 
-def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("rollout", 0, MS)
-    driver.close(2 * MS)
-    path = folder.write()
-    read: list[int] = []
-    load_step(path, on_read=read.append)
-    assert sum(read) == driver.span_path.stat().st_size
-
-
-def test_a_process_whose_part_could_not_say_so_has_closed_by_its_span_file(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_process_whose_part_could_not_say_so_has_closed_by_its_span_file(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     driver.span("update", 1 * MS, 3 * MS)
     driver.close(10 * MS)
@@ -225,8 +186,7 @@ def test_a_process_whose_part_could_not_say_so_has_closed_by_its_span_file(tmp_p
     driver.part_path.write_bytes(
         msgspec.json.encode(msgspec.structs.replace(part, closed=None, expected=unsaid))
     )
-    manifest = load_step(folder.layout.root).manifest
-    assert manifest is not None
+    manifest = some(load_step(folder.layout.root).manifest)
     (line,) = manifest.problems()
     assert line.startswith(f"{driver.info.key}: torch trace: missing: ")
 
@@ -260,22 +220,16 @@ def tried_again(root: Path) -> Path:
 
 
 def test_the_last_capture_is_the_step(tmp_path: Path) -> None:
-    timeline = load_step(tried_again(tmp_path))
+    """The report says that there was an earlier one, whose traces are left out."""
+    path = tried_again(tmp_path)
+    timeline = load_step(path)
     assert timeline.captures == 2
     assert [process.name for process in timeline.processes] == ["trainer", "actor 0"]
     assert [span.stage for span in timeline.spans] == ["update", "update_actor"]
     assert (timeline.window.start_ns, timeline.window.wall_ns) == (OPENED_NS + 1000 * MS, 40 * MS)
-
-
-def test_traces_of_an_earlier_capture_are_left_out(tmp_path: Path) -> None:
-    path = tried_again(tmp_path)
-    timeline = load_step(path)
     assert len(timeline.earlier_files) == 1
     assert load_traces(path, timeline).activities == ()
-
-
-def test_the_report_says_that_there_was_an_earlier_one(tmp_path: Path) -> None:
-    report = step_report(load_step(tried_again(tmp_path)))
+    report = step_report(timeline)
     assert report.health.complete
     assert "Captured 2 times" in printed(report)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packages.report.tests.steps import some
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset, Exchange, estimate_offset
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.clocks import Aligned, Band, Line, Reference, align, align_owner
@@ -59,8 +60,7 @@ def sample(owner: Host, other: Host, at_ns: int, delays: Delays) -> ClockOffset:
     stamps = Exchange(
         owner.wall_ns(at_ns), other.wall_ns(heard_ns), other.wall_ns(answered_ns), owner.wall_ns(received_ns)
     )
-    offset = estimate_offset([stamps])
-    assert offset is not None
+    offset = some(estimate_offset([stamps]))
     return ClockOffset(
         process="p",
         offset_ns=offset.offset_ns,
@@ -125,8 +125,7 @@ def placed(
 
 
 def check(one: Placed) -> None:
-    within_ns = one.aligned.clock.uncertainty_ns
-    assert within_ns is not None
+    within_ns = some(one.aligned.clock.uncertainty_ns)
     assert one.worst_ns() <= within_ns + ROUNDED_NS
 
 
@@ -225,8 +224,7 @@ def test_a_step_that_two_samples_pin_down_costs_the_step_and_no_more() -> None:
 
 def test_an_exchange_with_long_work_counts_the_drift_during_it() -> None:
     stamps = Exchange(0, 100 * US, 100 * US + 2_999_400 * US, 3_000_200 * US)  # theirs loses 200 ppm of 3 s
-    offset = estimate_offset([stamps])
-    assert offset is not None
+    offset = some(estimate_offset([stamps]))
     assert offset.within_ns >= 100 * US
 
 

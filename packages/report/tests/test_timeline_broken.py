@@ -113,10 +113,9 @@ def test_a_span_with_impossible_times_is_left_out(tmp_path: Path, number: str) -
     ("start_ns", "end_ns"), [(MS, 10**18), (-9 * 10**12, MS), (8 * 10**12, 9 * 10**12)], ids=str
 )
 def test_a_span_of_another_clock_is_left_out_and_counted(
-    tmp_path: Path, start_ns: int, end_ns: int, closed: bool
+    folder: StepFolder, start_ns: int, end_ns: int, closed: bool
 ) -> None:
     """`span.add` is given any times: those of `time.time_ns()`, or of a counter that begins elsewhere."""
-    folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     generate = driver.span("generate", 0, 5 * MS)
     driver.span("decode", start_ns, end_ns, parent=generate)

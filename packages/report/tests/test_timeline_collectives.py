@@ -295,9 +295,8 @@ def test_of_several_groups_unnamed_collectives_are_not_matched(tmp_path: Path, r
 
 
 def test_on_one_host_no_trace_is_searched(
-    tmp_path: Path, recorded: list[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: StepFolder, recorded: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).close(S)
     actor = folder.process("actor", 0)
     actor.close(S)

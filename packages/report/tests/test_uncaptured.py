@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from packages.report.tests.commands import Command
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import printed, some
 from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.process import shutdown
 from stepscope._recording.recorder import steps
@@ -150,15 +150,9 @@ def beside(path: Path, *took_ms: int, step_ms: int = 130, error: str | None = No
 
 def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 100, 110, 100, 120, 300)
-    steps = report.baseline
-    assert steps is not None
+    steps = some(report.baseline)
     assert steps.steps == (45, 46, 47, 48, 49)
-    assert (steps.min_ns, steps.p50_ns, steps.p90_ns, steps.max_ns) == (
-        90 * MS,
-        100 * MS,
-        120 * MS,
-        120 * MS,
-    )
+    assert (steps.min_ns, steps.p50_ns, steps.p90_ns, steps.max_ns) == (90 * MS, 100 * MS, 120 * MS, 120 * MS)
     assert (steps.longer, steps.excess_ns, steps.next_ns) == (0, 30 * MS, 300 * MS)
     assert steps.cost_ns == report.breakdown.total_ns - report.breakdown.window_ns
     text = printed(report, 200)
@@ -189,8 +183,7 @@ def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:
     assert "Not compared: " in printed(report, 200)
 
 
-def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_without_uncaptured_steps_the_report_says_how_to_have_some(folder: StepFolder) -> None:
     folder.process("trainer", owner=True).close(10 * MS)
     report = step_report(load_step(folder.write()))
     assert report.baseline is None

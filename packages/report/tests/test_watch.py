@@ -9,6 +9,7 @@ import pytest
 
 from packages.core.tests.test_why import hanging
 from packages.report.tests.commands import Command
+from packages.report.tests.steps import some
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.recorder import standing
 from stepscope.files.sidecar import ProcessInfo
@@ -69,8 +70,7 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) 
     for step in range(3):
         with capture(step, config=config), span("update", role="actor"):
             pass
-    recorder = standing.standing()
-    assert recorder is not None
+    recorder = some(standing.standing())
     assert recorder.drain(20)
     standing.stop()
     text = " ".join(command("watch", tmp_path, "--once", "--every", "0.3").out.split())

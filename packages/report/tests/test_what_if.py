@@ -188,12 +188,11 @@ def test_a_queue_with_a_span_of_its_own_is_the_same_queue(tmp_path: Path) -> Non
         assert prediction.predicted_ns == pytest.approx(200 * MS, rel=0.01)
 
 
-def test_a_step_ends_its_rollout_with_what_it_consumes(tmp_path: Path) -> None:
+def test_a_step_ends_its_rollout_with_what_it_consumes(folder: StepFolder) -> None:
     """The step takes the 8 shortest of 12 requests on two replicas. The others go on, and load them."""
     tokens = [100 * number for number in range(1, 13)]
     halves = [ends_ms(tokens[0::2]), ends_ms(tokens[1::2])]
     rollout_ns, train_ns = halves[1][3] * MS, (halves[1][3] + 500) * MS
-    folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     for place, length in enumerate(tokens):
         end_ns, name = halves[place % 2][place // 2] * MS if place < 8 else None, f"t{place}"
@@ -285,8 +284,7 @@ def test_a_step_without_the_stage_that_a_change_moves_is_an_error(tmp_path: Path
         predicted(step, staleness=1)
 
 
-def test_a_step_whose_tokens_do_not_explain_its_times_gets_no_prediction(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
+def test_a_step_whose_tokens_do_not_explain_its_times_gets_no_prediction(folder: StepFolder) -> None:
     driver = folder.process("trainer", owner=True)
     for place, (tokens, end) in enumerate([(1000, 10), (10, 1000), (500, 20), (20, 900)]):
         above = driver.span("trajectory", 0, end * MS, role="agent_loop", trajectory=f"t{place}")

@@ -99,15 +99,6 @@ def tool_at(start_ns: int, end_ns: int, gap_ns: int, wait_ns: int = 0) -> Trajec
     )
 
 
-def test_a_pool_of_tools_is_seen_by_waits_in_front_of_them() -> None:
-    """Two at once of 10 ms each; the third and fourth wait for 10 ms, and would have begun at 0."""
-    ms = 1_000_000
-    queued = [tool_at(begin * ms, (begin + 10) * ms, begin * ms) for begin in (0, 0, 10, 10)]
-    size, shortened = tool_pool(queued)
-    assert size == 2
-    assert [phase.gap_ns for trajectory in shortened for phase in trajectory.phases] == [0] * 4
-
-
 def test_a_pool_of_tools_is_seen_by_waits_inside_of_them() -> None:
     size, _ = tool_pool([tool_at(0, 10 * (place + 1), 0, wait_ns=10 * place) for place in range(4)])
     assert size == 1
@@ -136,8 +127,3 @@ def test_gaps_offsets_and_rests_take_as_long_as_measured() -> None:
     calls = (a_call(0, "tool", 30), a_call(1, "reward", 20, offset_ns=15))
     played = a_trajectory(Phase(5, calls), Phase(7, (a_call(2, "reward", 3),)), start_ns=100, rest_ns=4)
     assert replay([played], rules(SATURATED, [0.0] * 3, [[]])) == pytest.approx([100 + 5 + 35 + 7 + 3 + 4])
-
-
-def test_beyond_what_was_measured_a_replica_does_no_more() -> None:
-    curve = Curve(((2.0, 10.0), (4.0, 16.0)))
-    assert [curve.rate(requests) * requests for requests in (1, 2, 3, 4, 8)] == [5.0, 10.0, 13.0, 16.0, 16.0]

@@ -36,11 +36,8 @@ def kernel(name: str, start: float, dur: float, device: int = 0, stream: int = 7
 
 def memory(ts: float, allocated: int, reserved: int = 0, kind: int = 1, device: int = 0) -> Any:
     args = {
-        "Total Allocated": allocated,
-        "Total Reserved": reserved,
-        "Device Type": kind,
-        "Device Id": device,
-    }
+        "Total Allocated": allocated, "Total Reserved": reserved, "Device Type": kind, "Device Id": device,
+    }  # fmt: skip
     return {
         "ph": "i",
         "cat": "cpu_instant_event",

@@ -323,8 +323,7 @@ def test_opentelemetry_is_sent_to_the_collector_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "3")],
+    ("name", "value"), [("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "3")]
 )
 def test_opentelemetry_gets_all_whatever_services_here_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str

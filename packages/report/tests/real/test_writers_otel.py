@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from packages.report.tests.steps import some
 from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
 from stepscope._recording.process import exports
 from stepscope.files.layout import RunLayout
@@ -125,8 +126,7 @@ def test_a_span_below_attached_headers_names_the_span_of_the_sdk(
         PROPAGATOR.inject(headers)
     with capture(2, config=config), attach(headers), span("environment"):
         pass
-    context = parse_traceparent(records(config)["environment"].traceparent)
-    assert context is not None
+    context = some(parse_traceparent(records(config)["environment"].traceparent))
     assert context.span_id == trace.format_span_id(request.get_span_context().span_id)
     assert context.trace_id == trace.format_trace_id(request.get_span_context().trace_id)
 
