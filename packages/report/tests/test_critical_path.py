@@ -10,11 +10,10 @@ import json
 import random
 import zipfile
 from collections.abc import Iterable
-from functools import partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -269,139 +268,128 @@ def test_ranks_that_end_together_waited_for_the_one_that_began_last(late: int) -
     assert replay.saves_ns([("actor", "update_actor")]) >= 478 * MS
 
 
-def test_a_late_rank_of_unknown_reason_is_not_known() -> None:
-    spans = [
-        span(0, "update", 0, 1000 * MS),
-        span(1, "update_actor", 5 * MS, 998 * MS, role="actor"),
-        span(2, "update_actor", 520 * MS, 998 * MS, role="actor"),
+class Case(NamedTuple):
+    wall_ms: int
+    spans: list[Span]
+    path: str
+    """Its pieces: the process, the stage, the kind unless it is work, and ms."""
+    processes: tuple[Process, ...] = ()
+
+
+def at(where: int, stage: str, start_ms: int, end_ms: int, **more: Any) -> Span:
+    return span(where, stage, start_ms * MS, end_ms * MS, **more)
+
+
+TRAINER = process("trainer", 0)
+GENERATE = at(0, "generate", 0, 300)
+PATHS: dict[str, Case] = {
+    "a late rank of unknown reason is not known": Case(
+        1000,
+        [
+            at(0, "update", 0, 1000), at(1, "update_actor", 5, 998, role="actor"),
+            at(2, "update_actor", 520, 998, role="actor"),
+        ],
+        "0 update 5, 0 update not known 515, 2 update_actor 478, 0 update 2",
+    ),
+    "work beside others that nothing followed is no cause": Case(
+        1000,
+        [
+            at(0, "update", 0, 1000), at(1, "update_actor", 5, 600, role="actor"),
+            at(2, "health_check", 500, 700, role="monitor"),
+        ],
+        "0 update 5, 0 update not known 695, 0 update 300",
+    ),
+    "work of a later step is not waited for": Case(
+        500, [at(0, "update", 0, 500), at(1, "trajectory", 5, 498, trajectory="t7", owner_step=7)],
+        "0 update 500",
+    ),
+    "a call whose place is not known leaves its caller not known": Case(
+        400, [GENERATE, at(1, "decode", 50, 250, parent=0), at(0, "save", 300, 400)],
+        "0 generate not known 300, 0 save 100", (TRAINER, process("rollout", 0, alignment="unaligned")),
+    ),
+    "a reply that seems to come after its call ended is within the clocks' error": Case(
+        300, [GENERATE, at(1, "decode", 10, 301, parent=0)], "0 generate 10, 1 decode 290",
+        (TRAINER, process("rollout", 0, alignment="measured", uncertainty_ns=2 * MS)),
+    ),
+    "and is no reply of an exact clock": Case(
+        300, [GENERATE, at(1, "decode", 10, 301, parent=0)], "0 generate 300",
+        (TRAINER, process("rollout", 0)),
+    ),
+    "a thread of the owner that runs beside the steps is no cause": Case(
+        400, [at(0, "update", 0, 300), at(0, "prefetch", 100, 390, thread=1), at(0, "save", 300, 400)],
+        "0 update 300, 0 save 100",
+    ),
+    # Rollouts run ahead of the steps. The first one here began before the step, the last ends after it.
+    **{
+        f"a wait of the main thread leads to what another {what} did meanwhile": Case(
+            900,
+            [
+                at(0, "trajectory", -100, 600, trajectory="t1", thread=thread),
+                at(0, "generate", -100, 100, parent=0, trajectory="t1", thread=thread),
+                at(0, "search", 100, 600, parent=0, trajectory="t1", thread=thread),
+                *(
+                    at(0, "trajectory", 600, end, trajectory="t2", thread=thread, owner_step=2)
+                    for end in range(1100, 1108)
+                ),
+                at(0, "wait_batch", 0, 600, waits=True, thread=FIRST_PID),
+                at(0, "update", 600, 900, thread=FIRST_PID),
+            ],
+            "0 generate 100, 0 search 500, 0 update 300",
+        )
+        for what, thread in (("task", FIRST_PID), ("thread", FIRST_PID + 1))
+    },
+    "a driver without spans waits for its workers": Case(
+        545,
+        [
+            at(rank, stage, start, end + took * rank, role="actor")
+            for rank in (1, 2)
+            for stage, start, end, took in (("log_prob", 10, 200, 1), ("update", 250, 500, 20))
+        ],
+        "0 None not known 10, 2 log_prob 192, 0 None not known 48, 2 update 290, 0 None not known 5",
+    ),
+    # No rank calls another: rank 0 waits in `update` for rank 1, which read its data until then.
+    "ranks of one program each with a capture meet in their stages": Case(
+        900,
+        [
+            at(0, "load", 0, 50, role="trainer"), at(0, "update", 50, 900, role="trainer"),
+            at(1, "load", 0, 600, role="trainer"), at(1, "update", 601, 900, role="trainer"),
+        ],
+        "1 load 600, 1 None not known 1, 1 update 299", (TRAINER, process("trainer", 1)),
+    ),
+    "requests without a carrier follow the turns of their trajectory": Case(
+        1000,
+        [
+            at(0, "rollout", 0, 1000),
+            *(
+                at(1, "request", start, end, trajectory=name, role="rollout")
+                for name, start, end in (("t1", 5, 350), ("t2", 12, 250), ("t2", 330, 990), ("t1", 400, 900))
+            ),
+        ],
+        "0 rollout 12, 1 request 238, 0 rollout not known 80, 1 request 660, 0 rollout 10",
+    ),
+    "ranks that begin together wait for the last to end": Case(
+        700,
+        [
+            at(0, "score", 0, 700), at(1, "log_prob", 1, 400, role="actor"),
+            at(2, "log_prob", 2, 698, role="actor"),
+        ],
+        "0 score 2, 2 log_prob 696, 0 score 2",
+    ),
+    "a short call of a worker inside a long call of the owner is no cause": Case(
+        500, [at(0, "rollout", 0, 500), at(1, "save", 0, 100, role="actor")],
+        "0 rollout not known 100, 0 rollout 400",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_path_through_a_step_is_that_by_hand(name: str) -> None:
+    case = PATHS[name]
+    pieces = [
+        f"{where} {stage} {'' if kind == 'work' else f'{kind} '}{ns / MS:g}"
+        for where, stage, kind, ns in known(step(case.wall_ms * MS, case.spans, *case.processes))
     ]
-    assert known(step(1000 * MS, spans)) == [
-        (0, "update", "work", 5 * MS),
-        (0, "update", "not known", 515 * MS),
-        (2, "update_actor", "work", 478 * MS),
-        (0, "update", "work", 2 * MS),
-    ]
-
-
-def test_work_beside_others_that_nothing_followed_is_no_cause() -> None:
-    """A worker ran something else meanwhile: what the driver waited for is not known."""
-    spans = [
-        span(0, "update", 0, 1000 * MS),
-        span(1, "update_actor", 5 * MS, 600 * MS, role="actor"),
-        span(2, "health_check", 500 * MS, 700 * MS, role="monitor"),
-    ]
-    assert known(step(1000 * MS, spans)) == [
-        (0, "update", "work", 5 * MS),
-        (0, "update", "not known", 695 * MS),
-        (0, "update", "work", 300 * MS),
-    ]
-
-
-def test_work_of_a_later_step_is_not_waited_for() -> None:
-    spans = [
-        span(0, "update", 0, 500 * MS),
-        span(1, "trajectory", 5 * MS, 498 * MS, trajectory="t7", owner_step=7),
-    ]
-    assert known(step(500 * MS, spans)) == [(0, "update", "work", 500 * MS)]
-
-
-def test_a_call_whose_place_is_not_known_leaves_its_caller_not_known() -> None:
-    spans = [
-        span(0, "generate", 0, 300 * MS),
-        span(1, "decode", 50 * MS, 250 * MS, parent=0),
-        span(0, "save", 300 * MS, 400 * MS),
-    ]
-    processes = process("trainer", 0), process("rollout", 0, alignment="unaligned")
-    assert known(step(400 * MS, spans, *processes)) == [
-        (0, "generate", "not known", 300 * MS),
-        (0, "save", "work", 100 * MS),
-    ]
-
-
-def test_a_reply_that_seems_to_come_after_its_call_ended_is_within_the_clocks_error() -> None:
-    spans = [span(0, "generate", 0, 300 * MS), span(1, "decode", 10 * MS, 301 * MS, parent=0)]
-    processes = process("trainer", 0), process("rollout", 0, alignment="measured", uncertainty_ns=2 * MS)
-    assert known(step(300 * MS, spans, *processes)) == [
-        (0, "generate", "work", 10 * MS),
-        (1, "decode", "work", 290 * MS),
-    ]
-    exact = process("trainer", 0), process("rollout", 0)
-    assert known(step(300 * MS, spans, *exact)) == [(0, "generate", "work", 300 * MS)]
-
-
-def test_a_thread_of_the_owner_that_runs_beside_the_steps_is_no_cause() -> None:
-    spans = [
-        span(0, "update", 0, 300 * MS),
-        span(0, "prefetch", 100 * MS, 390 * MS, thread=1),
-        span(0, "save", 300 * MS, 400 * MS),
-    ]
-    assert known(step(400 * MS, spans)) == [(0, "update", "work", 300 * MS), (0, "save", "work", 100 * MS)]
-
-
-@pytest.mark.parametrize("thread", [FIRST_PID, FIRST_PID + 1])
-def test_a_wait_of_the_main_thread_leads_to_what_another_thread_or_task_did_meanwhile(thread: int) -> None:
-    """Rollouts run ahead of the steps. The first one here began before the step, the last ends after it."""
-    first = partial(span, trajectory="t1", thread=thread)
-    ahead = partial(span, trajectory="t2", thread=thread, owner_step=2)
-    main = partial(span, thread=FIRST_PID)
-    spans = [
-        first(0, "trajectory", -100 * MS, 600 * MS),
-        first(0, "generate", -100 * MS, 100 * MS, parent=0),
-        first(0, "search", 100 * MS, 600 * MS, parent=0),
-        *(ahead(0, "trajectory", 600 * MS, (1100 + number) * MS) for number in range(8)),
-        main(0, "wait_batch", 0, 600 * MS, waits=True),
-        main(0, "update", 600 * MS, 900 * MS),
-    ]
-    assert known(step(900 * MS, spans)) == [
-        (0, "generate", "work", 100 * MS),
-        (0, "search", "work", 500 * MS),
-        (0, "update", "work", 300 * MS),
-    ]
-
-
-def test_a_driver_without_spans_waits_for_its_workers() -> None:
-    spans = [
-        *(span(rank, "log_prob", 10 * MS, (200 + rank) * MS, role="actor") for rank in (1, 2)),
-        *(span(rank, "update", 250 * MS, (500 + 20 * rank) * MS, role="actor") for rank in (1, 2)),
-    ]
-    spans.sort(key=lambda one: one.process)
-    assert known(step(545 * MS, spans)) == [
-        (0, None, "not known", 10 * MS),
-        (2, "log_prob", "work", 192 * MS),
-        (0, None, "not known", 48 * MS),
-        (2, "update", "work", 290 * MS),
-        (0, None, "not known", 5 * MS),
-    ]
-
-
-def test_ranks_of_one_program_each_with_a_capture_meet_in_their_stages() -> None:
-    """No rank calls another: rank 0 waits in `update` for rank 1, which read its data until then."""
-    spans = [
-        span(0, "load", 0, 50 * MS, role="trainer"),
-        span(0, "update", 50 * MS, 900 * MS, role="trainer"),
-        span(1, "load", 0, 600 * MS, role="trainer"),
-        span(1, "update", 601 * MS, 900 * MS, role="trainer"),
-    ]
-    ranks = process("trainer", 0), process("trainer", 1)
-    path = known(step(900 * MS, spans, *ranks))
-    assert [piece[:2] for piece in path] == [(1, "load"), (1, None), (1, "update")]
-
-
-def test_requests_without_a_carrier_follow_the_turns_of_their_trajectory() -> None:
-    spans = [
-        span(0, "rollout", 0, 1000 * MS),
-        *(
-            span(1, "request", start * MS, end * MS, trajectory=name, role="rollout")
-            for name, start, end in (("t1", 5, 350), ("t2", 12, 250), ("t2", 330, 990), ("t1", 400, 900))
-        ),
-    ]
-    assert known(step(1000 * MS, spans)) == [
-        (0, "rollout", "work", 12 * MS),
-        (1, "request", "work", 238 * MS),
-        (0, "rollout", "not known", 80 * MS),
-        (1, "request", "work", 660 * MS),
-        (0, "rollout", "work", 10 * MS),
-    ]
+    assert ", ".join(pieces) == case.path
 
 
 # The critical path in a report: its table, its marks, and its track in a merged timeline.
@@ -487,20 +475,3 @@ def test_a_merged_timeline_has_a_track_of_it(tmp_path: Path) -> None:
     assert len({(event["pid"], event["tid"]) for event in drawn}) == 1
     assert sum(event["dur"] for event in drawn) == 2_950_000
     assert next(event["args"]["kind"] for event in drawn if event["name"] == "env queue") == "wait"
-
-
-def test_ranks_that_begin_together_wait_for_the_last_to_end() -> None:
-    spans = [
-        span(0, "score", 0, 700 * MS),
-        span(1, "log_prob", 1 * MS, 400 * MS, role="actor"),
-        span(2, "log_prob", 2 * MS, 698 * MS, role="actor"),
-    ]
-    assert known(step(700 * MS, spans))[1] == (2, "log_prob", "work", 696 * MS)
-
-
-def test_a_short_call_of_a_worker_inside_a_long_call_of_the_owner_is_no_cause() -> None:
-    spans = [span(0, "rollout", 0, 500 * MS), span(1, "save", 0, 100 * MS, role="actor")]
-    assert known(step(500 * MS, spans)) == [
-        (0, "rollout", "not known", 100 * MS),
-        (0, "rollout", "work", 400 * MS),
-    ]

@@ -51,16 +51,9 @@ ODD = '{{"args": {args}, "ts" : {ts}, {id}"tid": {tid}, "pid":{pid}, "name": {na
 
 numbers = st.sampled_from(["4242", "0", "7", "1", "11506", '"7"', '"stream 7"', "10000000", "-1"])
 names = st.sampled_from(["aten::mm", 'a "pid": 0, "tid": 7, "ts": 4', '"id": 5', "\\", "é", "\x01", "NaN"])
-arguments = st.sampled_from(
-    [
-        {},
-        {"pid": 0},
-        {"External id": 3},
-        {"id": 5},
-        {"ts": 1, "tid": 7},
-        {"x": {"ph": "X", "pid": 0, "ts": 5}},
-    ]
-)
+arguments = st.sampled_from([
+    {}, {"pid": 0}, {"External id": 3}, {"id": 5}, {"ts": 1, "tid": 7}, {"x": {"ph": "X", "pid": 0, "ts": 5}},
+])  # fmt: skip
 digits = st.integers(1_000_000, 9_000_000_000)
 times = st.one_of(
     st.builds("{}".format, digits),
@@ -171,14 +164,9 @@ def test_both_ways_to_rewrite_give_the_same_events(
 
 
 PLAIN: Event = {
-    "ph": "X",
-    "pid": "4242",
-    "tid": "4242",
-    "ts": "4443469590446.220",
-    "id": None,
-    "name": '"k"',
+    "ph": "X", "pid": "4242", "tid": "4242", "ts": "4443469590446.220", "id": None, "name": '"k"',
     "args": "{}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shift_ns", SHIFTS)
@@ -193,7 +181,7 @@ def test_what_kineto_writes_goes_the_quick_way(
         {"ph": "s", "id": "57452"},
         {"tid": "4250"},
     ]
-    events = [written(layout, **{**PLAIN, **kind}) for kind in kinds for _ in range(50)]
+    events = [like(layout, **kind) for kind in kinds for _ in range(50)]
     if layout is COMPACT:
         events = [event.replace(".220", "") for event in events]
     both_ways([events], shift_ns)
@@ -208,51 +196,81 @@ def test_what_kineto_writes_goes_the_quick_way(
         assert len({event["tid"] for event in events_out}) == 4
 
 
-@pytest.mark.slow
-def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
-    """Each of these stands in a batch of its own behind one that was learned from."""
+def like(layout: str = OLDER, **kind: object) -> str:
+    return written(layout, **{**PLAIN, **kind})
+
+
+def plans(layout: str) -> list[list[str]]:
+    """Return events that do not fit a plan, each in a batch of its own behind one that was learned from."""
     odd: list[Event] = [
-        {"pid": "0", "tid": "4242"},
-        {"pid": "4242", "tid": "7"},
-        {"pid": "77", "tid": "78"},
-        {"ph": "s", "id": "12345678901234"},
-        {"ph": "s", "id": '"0x10"'},
-        {"ts": "443.5"},
-        {"ts": "44434695904.46"},
-        {"ts": "4443469590446.2204"},
-        {"args": '{"pid": 0, "tid": 7}'},
-        {"args": '{"id": 5}'},
-        {"args": '{"ts": 4443469590446.220}'},
-        {"ph": "C"},
-        {"ph": "M"},
-    ]
-    usual = [
-        {},
-        {"pid": "0", "tid": "7"},
-        {"ph": "s", "id": "57452"},
-        {"ph": "f", "id": "57452", "pid": "0", "tid": "7"},
-    ]
-    for layout in (KINETO, OLDER):
-        learned = [written(layout, **{**PLAIN, **kind}) for kind in usual] * 20
-        batches = [learned]
-        for kind in odd:
-            batches += [[*learned, written(layout, **{**PLAIN, **kind}), *learned], learned]
-        for shift_ns in SHIFTS:
-            both_ways(batches, shift_ns)
+        {"pid": "0", "tid": "4242"}, {"pid": "4242", "tid": "7"}, {"pid": "77", "tid": "78"},
+        {"ph": "s", "id": "12345678901234"}, {"ph": "s", "id": '"0x10"'}, {"ts": "443.5"},
+        {"ts": "44434695904.46"}, {"ts": "4443469590446.2204"}, {"args": '{"pid": 0, "tid": 7}'},
+        {"args": '{"id": 5}'}, {"args": '{"ts": 4443469590446.220}'}, {"ph": "C"}, {"ph": "M"},
+    ]  # fmt: skip
+    of_gpu = {"pid": "0", "tid": "7"}
+    usual: list[Event] = [{}, of_gpu, {"ph": "s", "id": "57452"}, {"ph": "f", "id": "57452", **of_gpu}]
+    learned = [like(layout, **kind) for kind in usual] * 20
+    behind = [[[*learned, like(layout, **kind), *learned], learned] for kind in odd]
+    return [learned, *(batch for batches in behind for batch in batches)]
 
 
-def test_an_id_that_is_spelled_otherwise_and_looks_changed_does_not_hide_one_in_arguments() -> None:
-    events = [
+def many_seconds(seconds: int) -> list[list[str]]:
+    def of(at: int) -> str:
+        return like(ts=f"{3_605_057_436_108 + at * 1_000_000}.407")
+
+    return [[of(at % seconds) for at in range(60)], [of(0)] * 60, [of(at) for at in range(seconds + 2)]]
+
+
+def escaped(key: str, number: str, rest: str, argument: str) -> list[list[str]]:
+    """Return a key that is written with escapes, behind which an argument looks like it.
+
+    All other checks agree: one field is not replaced, and one argument is.
+    """
+    hidden = rf'{{"ph": "X", "\u00{ord(key[0]):x}{key[1:]}": {number}, "name": "k", {rest}"args": {{}}}}'
+    usual = [like(ts="1000000", id="5", pid="0", tid="7")] * 30
+    return [usual, [*usual, hidden, like(ts="1000000", args=argument)], usual]
+
+
+def odd_id(number: str) -> list[list[str]]:
+    usual = [like(ph="s", id="5")] * 30
+    return [usual, [*usual, like(ph="s", id=number)], usual]
+
+
+def odd_arguments(args: str) -> list[list[str]]:
+    """Arguments may look like metadata, or a file's first events seem to end in them."""
+    return [[like(args=args), like(), like(args=args)] * (1 if len(args) > 1000 else 30)]
+
+
+LOOKALIKES: dict[str, list[list[str]]] = {
+    "plans of Kineto's layout": plans(KINETO),
+    "plans of the older layout": plans(OLDER),
+    "an id that is spelled otherwise and looks changed": [[
         '{"ph":"X","name":"aten::mm","pid":4242,"tid":4242,"ts":1000000,"args":{"id": 5}}',
         '{"ph":"X","id":57452,"name":"aten::mm","pid":4242,"tid":4242,"ts":1000000,"args":{}}',
-    ]
-    for shift_ns in SHIFTS:
-        both_ways([events], shift_ns)
+    ]],
+    **{f"{seconds} s": many_seconds(seconds) for seconds in (1, 3, 15, 40)},
+    "an escaped id": escaped("id", "57452", '"pid": 4242, "tid": 4242, "ts": 1000000, ', '{"id": 5}'),
+    "an escaped pid": escaped("pid", "4242", '"tid": 7, "ts": 1000000, ', '{"pid": 0, "tid": 7, "a": 1}'),
+    **{
+        f"id {number}": odd_id(number)
+        for number in ("-0", "-1", "5e3", "5.0", "12345678901234567890", '"5"', "null")
+    },
+    "arguments like metadata": odd_arguments('{"ph": "M"}'),
+    "arguments like counters": odd_arguments('{"a": [{"ph": "C"}, {"x": 1}]}'),
+    "long arguments": odd_arguments(f'{{"a": {json.dumps([{}] * 30_000)}}}'),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOOKALIKES)
+def test_what_looks_like_that_which_a_plan_was_made_of_is_rewritten_as_thoroughly(case: str) -> None:
+    for shift_ns in (*SHIFTS, -3_601_057 * SECOND_NS, 86_400 * SECOND_NS):
+        both_ways(LOOKALIKES[case], shift_ns)
 
 
 def test_a_thread_whose_number_another_row_has_taken_is_not_taken_for_it() -> None:
-    streams = [written(KINETO, **{**PLAIN, "pid": "0", "tid": "7"})] * 60
-    threads = [written(KINETO, **{**PLAIN, "pid": "4242", "tid": "7"})] * 60  # in a container, say
+    streams, threads = ([like(KINETO, pid=pid, tid="7")] * 60 for pid in ("0", "4242"))  # in a container, say
     assert len({event["tid"] for event in both_ways([streams, threads]).events}) == 2
 
 
@@ -335,46 +353,6 @@ def test_events_between_metadata_go_the_quick_way(monkeypatch: pytest.MonkeyPatc
     assert seen == [name.encode()] * 3
 
 
-@pytest.mark.parametrize("seconds", [1, 3, 15, 40])
-def test_times_of_many_seconds_move_alike(seconds: int) -> None:
-    def of(at: int) -> str:
-        return written(OLDER, **{**PLAIN, "ts": f"{3_605_057_436_108 + at * 1_000_000}.407"})
-
-    batches = [[of(at % seconds) for at in range(60)], [of(0)] * 60, [of(at) for at in range(seconds + 2)]]
-    for shift_ns in (-3_601_057 * SECOND_NS, 86_400 * SECOND_NS, 7):
-        both_ways(batches, shift_ns)
-
-
-def test_a_key_that_is_written_with_escapes_is_found_behind_an_argument_that_looks_like_it() -> None:
-    """Cover the case in which all other checks agree: one field is not replaced, and one argument is."""
-    hidden = r'{{"ph": "X", "{}": {}, "name": "k", {}"args": {{}}}}'
-    rest = {"id": '"pid": 4242, "tid": 4242, "ts": 1000000, ', "pid": '"tid": 7, "ts": 1000000, '}
-    usual = [written(OLDER, **{**PLAIN, "ts": "1000000", "id": "5", "pid": "0", "tid": "7"})] * 30
-    for key, number in (("id", "57452"), ("pid", "4242")):
-        escaped = hidden.format(f"\\u00{ord(key[0]):x}{key[1:]}", number, rest[key])
-        argument = '{"id": 5}' if key == "id" else '{"pid": 0, "tid": 7, "a": 1}'
-        other = written(OLDER, **{**PLAIN, "ts": "1000000", "args": argument})
-        for shift_ns in (0, SECOND_NS):
-            batches = [usual, [*usual, escaped, other], usual]
-            both_ways(batches, shift_ns)
-
-
-@pytest.mark.parametrize("number", ["-0", "-1", "5e3", "5.0", "12345678901234567890", '"5"', "null"])
-def test_an_id_that_is_no_plain_number_is_not_given_a_prefix(number: str) -> None:
-    usual = [written(OLDER, **{**PLAIN, "ph": "s", "id": "5"})] * 30
-    batches = [usual, [*usual, written(OLDER, **{**PLAIN, "ph": "s", "id": number})], usual]
-    both_ways(batches)
-
-
-@pytest.mark.parametrize(
-    "args", ['{"ph": "M"}', '{"a": [{"ph": "C"}, {"x": 1}]}', f'{{"a": {json.dumps([{}] * 30_000)}}}']
-)
-def test_arguments_decide_nothing_of_the_way(args: str) -> None:
-    """Not where they look like metadata, nor where a file's first events seem to end in them."""
-    batch = [written(OLDER, **{**PLAIN, **kind}) for kind in ({"args": args}, {}, {"args": args})]
-    both_ways([batch * (1 if len(args) > 1000 else 30)], 7_889_238 * SECOND_NS)
-
-
 # Searches of a merge: both finders give the same text, and a mistake of one costs time and no event.
 
 
@@ -403,7 +381,7 @@ def test_a_mistake_in_the_search_costs_time_and_no_event(
     shift_ns: int, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = [{}, {"pid": "0", "tid": "7"}, {"ph": "s", "id": "57452"}]
-    batch = [written(OLDER, **{**PLAIN, **kind}) for kind in kinds] * 20
+    batch = [like(**kind) for kind in kinds] * 20
     thorough = rewritten([batch, batch], shift_ns, None, thoroughly=True)
     calls, wrong = count(), -1
 

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -98,26 +98,30 @@ def account_of(config: ProfileConfig, step: int) -> Breakdown:
     return step_breakdown(load_step(RunLayout(config.save_path).step(step).root))
 
 
-def one_step(config: ProfileConfig, step: int) -> Times:
+def one_step(
+    config: ProfileConfig, step: int, body: Callable[[], object] = lambda: time.sleep(BODY_S), **options: Any
+) -> Times:
     at = [time.perf_counter_ns()]
-    with capture(step, config=config):
+    with capture(step, config=config, **options):
         at.append(time.perf_counter_ns())
-        time.sleep(BODY_S)
+        body()
         at.append(time.perf_counter_ns())
     at.append(time.perf_counter_ns())
     return _between(at)
 
 
-async def one_async_step(config: ProfileConfig, step: int, *, crowd: bool = False) -> Times:
-    others = [asyncio.ensure_future(_hog()) for _ in range(CROWD * crowd)]
+async def one_async_step(
+    config: ProfileConfig,
+    step: int,
+    body: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(BODY_S),
+    **options: Any,
+) -> Times:
     at = [time.perf_counter_ns()]
-    async with capture(step, config=config):
+    async with capture(step, config=config, **options):
         at.append(time.perf_counter_ns())
-        await asyncio.sleep(BODY_S)
+        await body()
         at.append(time.perf_counter_ns())
     at.append(time.perf_counter_ns())
-    for other in others:
-        other.cancel()
     return _between(at)
 
 
@@ -173,8 +177,15 @@ def test_the_times_hold_in_asynchronous_code_on_slow_storage(config: ProfileConf
 
 
 def test_other_tasks_of_the_loop_do_not_move_the_end_of_the_step(config: ProfileConfig) -> None:
+    async def in_a_crowd(step: int) -> Times:
+        others = [asyncio.ensure_future(_hog()) for _ in range(CROWD)]
+        times = await one_async_step(config, step)
+        for other in others:
+            other.cancel()
+        return times
+
     async def steps() -> list[Times]:
-        return [await one_async_step(config, step, crowd=True) for step in STEPS]
+        return [await in_a_crowd(step) for step in STEPS]
 
     assert_same(config, asyncio.run(steps()), crowd=True)
 
@@ -201,24 +212,23 @@ def test_a_capture_whose_body_raises_has_its_times_too(config: ProfileConfig) ->
     assert reported(config, 0).closing > 0
 
 
-def test_the_wait_for_ray_workers_is_opening_and_closing(
-    config: ProfileConfig, ray_cluster: None, slow_storage: None
-) -> None:
+@pytest.fixture
+def workers(ray_cluster: None) -> Iterator[list[Any]]:
+    """Two actors of Ray, warm."""
     ray = pytest.importorskip("ray")
-    workers = [ray.remote(Trainer).remote() for _ in range(2)]
-    ray.get([worker.update.remote() for worker in workers])
-    measured = []
-    for step in STEPS:
-        at = [time.perf_counter_ns()]
-        with capture(step, config=config, workers=workers):
-            at.append(time.perf_counter_ns())
-            ray.get([worker.update.remote() for worker in workers])
-            at.append(time.perf_counter_ns())
-        at.append(time.perf_counter_ns())
-        measured.append(_between(at))
-    for worker in workers:
+    made = [ray.remote(Trainer).remote() for _ in range(2)]
+    ray.get([worker.update.remote() for worker in made])
+    yield made
+    for worker in made:
         ray.kill(worker)
-    assert_same(config, measured)
+
+
+@pytest.mark.usefixtures("slow_storage")
+def test_the_wait_for_ray_workers_is_opening_and_closing(config: ProfileConfig, workers: list[Any]) -> None:
+    def update() -> None:
+        pytest.importorskip("ray").get([worker.update.remote() for worker in workers])
+
+    assert_same(config, [one_step(config, step, update, workers=workers) for step in STEPS])
 
 
 def test_windows_of_stages_are_in_the_step_and_not_in_its_opening(tmp_path: Path) -> None:
@@ -226,16 +236,9 @@ def test_windows_of_stages_are_in_the_step_and_not_in_its_opening(tmp_path: Path
     config = ProfileConfig(
         save_path=str(tmp_path), steps=["every:1"], mode="discrete", torch={"activities": ["cpu"]}
     )
-    trainer, measured = Trainer(), []
-    updated_ns = []
+    trainer, measured, updated_ns = Trainer(), [], []
     for step in STEPS:
-        at = [time.perf_counter_ns()]
-        with capture(step, config=config):
-            at.append(time.perf_counter_ns())
-            trainer.update()
-            at.append(time.perf_counter_ns())
-        at.append(time.perf_counter_ns())
-        measured.append(_between(at))
+        measured.append(one_step(config, step, trainer.update))
         updated_ns.append(trainer.updated_ns)
     assert_same(config, measured)
     off: dict[str, list[int]] = defaultdict(list)
@@ -248,29 +251,17 @@ def test_windows_of_stages_are_in_the_step_and_not_in_its_opening(tmp_path: Path
     assert all(abs(statistics.median(values)) < MS for values in off.values()), off
 
 
+@pytest.mark.usefixtures("slow_storage")
 def test_the_times_hold_in_asynchronous_code_with_ray_workers(
-    config: ProfileConfig, ray_cluster: None, slow_storage: None
+    config: ProfileConfig, workers: list[Any]
 ) -> None:
-    ray = pytest.importorskip("ray")
-    workers = [ray.remote(Trainer).remote() for _ in range(2)]
-    ray.get([worker.update.remote() for worker in workers])
+    async def update() -> None:
+        await asyncio.gather(*(worker.update.remote() for worker in workers))
 
     async def steps() -> list[Times]:
-        measured = []
-        for step in STEPS:
-            at = [time.perf_counter_ns()]
-            async with capture(step, config=config, workers=workers):
-                at.append(time.perf_counter_ns())
-                await asyncio.gather(*(worker.update.remote() for worker in workers))
-                at.append(time.perf_counter_ns())
-            at.append(time.perf_counter_ns())
-            measured.append(_between(at))
-        return measured
+        return [await one_async_step(config, step, update, workers=workers) for step in STEPS]
 
-    measured = asyncio.run(steps())
-    for worker in workers:
-        ray.kill(worker)
-    assert_same(config, measured)
+    assert_same(config, asyncio.run(steps()))
 
 
 PROGRAM = """

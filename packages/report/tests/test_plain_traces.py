@@ -92,101 +92,85 @@ def test_the_page_and_the_timeline_go_where_output_says(tmp_path: Path) -> None:
     assert {"gemm", "aten::mm"} <= {event["name"] for event in events}
 
 
+OF_NPU = "host-a_71_20260822172424123_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"
+NAMES: dict[str, dict[str, object]] = {
+    # verl's profiler
+    "actor_train_step3_rank1-of-2_tp0-dp1_pid71_20261128190354123.json.gz": {
+        "role": "actor", "stage": "train", "step": 3, "rank": 1, "world_size": 2, "pid": 71,
+    },
+    "ref_compute-ref-log-prob_step3_rank0-of-2_pid72_20261128190354123_mb0-3.json.gz": {
+        "role": "ref", "stage": "compute-ref-log-prob", "step": 3, "rank": 0, "world_size": 2, "pid": 72,
+    },
+    "step3_rank1-of-2_pid73_20261128190354123_part1.json.gz": {
+        "step": 3, "rank": 1, "world_size": 2, "pid": 73,
+    },
+    "agent_loop_rollout_replica_1/host_vllm_rank0.json.gz": {"role": "rollout", "rank": 0, "replica": 1},
+    "rollout-replica4-globalrank8_dp0_pp0_tp1-rank-1.1764.pt.trace.json.gz": {
+        "role": "rollout", "rank": 1, "replica": 4,
+    },
+    "actor_compute_log_prob_step2_rank0-of-8_tp0-pp0_1111_1700000000.json": {
+        "role": "actor", "stage": "compute_log_prob", "step": 2, "rank": 0, "world_size": 8, "pid": 1111,
+    },
+    # verl's NPU profiler
+    f"3/actor_update/{OF_NPU}": {"role": "actor", "stage": "update", "step": 3, "pid": 71},
+    f"ref_compute_log_prob/{OF_NPU}": {"role": "ref", "stage": "compute_log_prob", "pid": 71},
+    f"12/train_batch/{OF_NPU}": {"stage": "train_batch", "step": 12, "pid": 71},
+    f"outputs/npu/{OF_NPU}": {},  # the user's own
+    # NeMo RL
+    "logs/nsight/dtensor_policy_worker_2:5_4711.sqlite": {
+        "role": "actor", "pid": 4711, "steps": range(2, 5),
+    },
+    "logs/nsight/vllm_generation_worker_2:3_4712.sqlite": {
+        "role": "rollout", "step": 2, "pid": 4712,
+    },
+    "logs/nsight/trtllm_async_generation_worker_2:5_4713.sqlite": {
+        "role": "rollout", "pid": 4713, "steps": range(2, 5),
+    },
+    "logs/nsight/dtensor_policy_worker_4714.sqlite": {"role": "actor", "pid": 4714},
+    # torchtitan, accelerate of TRL and transformers, SGLang, torch
+    "iteration_10/rank3_trace.json.gz": {"step": 10, "rank": 3},
+    "profile_2.json": {"rank": 2},
+    "1764.5-TP-1-EXTEND.trace.json.gz": {"stage": "prefill"},
+    "1764.5-TP-0-DP-1-decode.trace.json.gz": {"stage": "decode"},
+    "rank3.pt.trace.json": {"rank": 3},
+    "dp0_pp0_tp1_dcp0_ep0_rank5.1795446809679130966.pt.trace.json.gz": {"rank": 5},
+    "prof_start_1_end_2_rank-7.json.gz": {"rank": 7},
+    "profile_trace_rank_0.json.gz": {"rank": 0},
+    "step_4/rank1/trace.json": {"step": 4, "rank": 1},
+    "prank4.json": {},
+    "train.json": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_frameworks_tell_what_is_in_them(name: str) -> None:
+    of_name = named(name)
+    alone = () if of_name.step is None else range(of_name.step, of_name.step + 1)
+    facts = {fact: told for fact, told in of_name._asdict().items() if told not in (None, range(0), alone)}
+    assert facts == NAMES[name]
+
+
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("rank3.pt.trace.json", 3),
-        ("dp0_pp0_tp1_dcp0_ep0_rank5.1795446809679130966.pt.trace.json.gz", 5),
-        ("prof_start_1_end_2_rank-7.json.gz", 7),
-        ("profile_trace_rank_0.json.gz", 0),
-        ("1700000000.1-TP-1.trace.json.gz", 1),
-        ("1700000000.1-TP-0-DP-1.trace.json.gz", None),
-        ("prank4.json", None),
-        ("trace.json", None),
+        ("1764.5-TP-1-EXTEND.trace.json.gz", 1), ("1700000000.1-TP-1.trace.json.gz", 1),
+        ("1700000000.1-TP-0-DP-1.trace.json.gz", None), ("1764.5-TP-0-DP-1-decode.trace.json.gz", None),
     ],
-)
-def test_the_rank_is_that_in_the_files_name(tmp_path: Path, name: str, rank: int | None) -> None:
+)  # fmt: skip
+def test_the_rank_of_an_engine_without_further_parallelism_is_its_tensor_rank(
+    tmp_path: Path, name: str, rank: int | None
+) -> None:
     trace(tmp_path / name, [])
     assert ranks_of(tmp_path) == [rank]
 
 
-@pytest.mark.parametrize(
-    ("name", "process"),
-    [
-        ("actor_train_step3_rank1-of-2_tp0-dp1_pid71_20261128190354123.json.gz", ("actor", 1, 2, None)),
-        (
-            "ref_compute-ref-log-prob_step3_rank0-of-2_pid72_20261128190354123_mb0-3.json.gz",
-            ("ref", 0, 2, None),
-        ),
-        ("step3_rank1-of-2_pid73_20261128190354123_part1.json.gz", ("rank", 1, 2, None)),
-        ("agent_loop_rollout_replica_1/host_vllm_rank0.json.gz", ("rollout", 0, None, 1)),
-        ("rollout-replica4-globalrank8_dp0_pp0_tp1-rank-1.1764.pt.trace.json.gz", ("rollout", 1, None, 4)),
-    ],
-)
-def test_names_of_verls_profiler_tell_the_process(
-    tmp_path: Path, name: str, process: tuple[str, int, int | None, int | None]
-) -> None:
+def test_what_a_name_tells_is_said_of_the_process(tmp_path: Path, command: Command) -> None:
+    name = "actor_train_step3_rank1-of-2_tp0-dp1_pid71_20261128190354123.json.gz"
     trace(tmp_path / name, [])
-    (info,) = [one.info for one in read_plain([tmp_path]).timeline.processes]
-    assert (info.role, info.rank, info.world_size, info.replica) == process
-
-
-@pytest.mark.parametrize(
-    ("name", "process"),
-    [
-        ("iteration_10/rank3_trace.json.gz", ("rank", 3, None, 10)),  # torchtitan
-        ("profile_2.json", ("rank", 2, None, None)),  # accelerate, of TRL and transformers
-        ("1764.5-TP-1-EXTEND.trace.json.gz", ("rank", 1, "prefill", None)),  # SGLang
-        ("1764.5-TP-0-DP-1-decode.trace.json.gz", ("trace", None, "decode", None)),
-        (
-            "actor_compute_log_prob_step2_rank0-of-8_tp0-pp0_1111_1700000000.json",
-            ("actor", 0, "compute_log_prob", 2),
-        ),
-        ("actor_train_step3_rank1-of-2_tp0-dp1_pid71_20261128190354123.json.gz", ("actor", 1, "train", 3)),
-        ("step_4/rank1/trace.json", ("rank", 1, None, 4)),
-        ("train.json", ("trace", None, None, None)),
-    ],
-)
-def test_names_of_frameworks_tell_stage_and_step(
-    tmp_path: Path, name: str, process: tuple[str, int | None, str | None, int | None], command: Command
-) -> None:
-    trace(tmp_path / name, [])
-    report = command("report", tmp_path, "--json").json
-    (row,), (info,) = report["traces"]["traces"], read_plain([tmp_path]).timeline.processes
-    assert (info.info.role, info.info.rank, row["stage"], row["step"]) == process
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("dtensor_policy_worker_2:5_4711.sqlite", ("actor", 4711, None, range(2, 5))),
-        ("vllm_generation_worker_2:3_4712.sqlite", ("rollout", 4712, 2, range(2, 3))),
-        ("trtllm_async_generation_worker_2:5_4713.sqlite", ("rollout", 4713, None, range(2, 5))),
-        ("dtensor_policy_worker_4714.sqlite", ("actor", 4714, None, range(0))),
-    ],
-)
-def test_names_of_nemo_rls_reports_tell_worker_and_steps(
-    name: str, said: tuple[str, int, int | None, range]
-) -> None:
-    of_name = named(f"logs/nsight/{name}")
-    assert (of_name.role, of_name.pid, of_name.step, of_name.steps) == said
-
-
-@pytest.mark.parametrize(
-    ("folders", "said"),
-    [
-        ("3/actor_update", ("actor", "update", 3, 71)),
-        ("ref_compute_log_prob", ("ref", "compute_log_prob", None, 71)),
-        ("12/train_batch", (None, "train_batch", 12, 71)),
-        ("outputs/npu", (None, None, None, None)),  # the user's own
-    ],
-)
-def test_folders_of_verls_npu_profiler_tell_step_role_and_stage(
-    folders: str, said: tuple[str | None, str | None, int | None, int | None]
-) -> None:
-    output = "ASCEND_PROFILER_OUTPUT/trace_view.json"
-    of_name = named(f"{folders}/host-a_71_20260822172424123_ascend_pt/{output}")
-    assert (of_name.role, of_name.stage, of_name.step, of_name.pid) == said
+    (row,) = command("report", tmp_path, "--json").json["traces"]["traces"]
+    (info,) = (process.info for process in read_plain([tmp_path]).timeline.processes)
+    assert (info.role, info.rank, info.world_size, info.replica) == ("actor", 1, 2, None)
+    assert (row["stage"], row["step"]) == ("train", 3)
 
 
 def test_actors_and_engines_of_one_rank_are_processes_of_their_own(tmp_path: Path, command: Command) -> None:

@@ -20,10 +20,11 @@ from packages.report.tests.cases import (
     weights,
 )
 from packages.report.tests.steps import MS, some
+from packages.report.tests.test_report_stalls import expect, recorded
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest import Expectation, OwnCost
-from stepscope.files.sidecar import Artifact, Stall
-from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Advice, Table, step_health, step_report
 from stepscope_report.advice import Evidence
 from stepscope_report.sections.advice import step_advice
@@ -170,9 +171,14 @@ def test_who_took_longest_to_record_is_named_with_a_remedy_that_fits(tmp_path: P
     assert re.search("critic 0 .* 1.00 ms .* 390 ms", "\n".join(closing.because))
     assert "for critic 0" in closing.do
     assert "prepare()" not in closing.do
-    opening = Case(tmp_path / "opening", cost_ms=400).advice()["profiler-cost"]
-    assert re.search("^trainer .* 400 ms .* 0 ", opening.because[1])
-    assert opening.do.startswith("prepare() ")
+    opening = Case(tmp_path / "opening", cost_ms=400)
+    advice = opening.advice()["profiler-cost"]
+    assert re.search("^trainer .* 400 ms .* 0 ", advice.because[1])
+    assert advice.do.startswith("prepare() ")
+    opening.driver.prepared = True  # who called it is not told to
+    advice = opening.advice()["profiler-cost"]
+    assert "prepare()" not in advice.do
+    assert "`Processes`" in advice.do
 
 
 def test_a_replica_whose_profiler_wrote_while_the_capture_closed_is_named_and_not_its_driver(
@@ -180,28 +186,11 @@ def test_a_replica_whose_profiler_wrote_while_the_capture_closed_is_named_and_no
 ) -> None:
     case.driver.cost = OwnCost(start_ns=10 * MS, stop_ns=950 * MS)
     for replica, end_ms in enumerate((1100, 1940)):
-        stall = Stall(
-            start_ns=OPENED_NS + 1000 * MS, end_ns=OPENED_NS + end_ms * MS, doing="writing", source="stamps"
-        )
-        trace = Artifact(
-            path=f"traces/{replica}", kind="vllm_trace", tool="vllm", role="rollout", replica=replica,
-            host="host-a", size_bytes=1, stalls=(stall,),
-        )  # fmt: skip
-        case.driver.expected.append(
-            Expectation(name=f"replica {replica}", kind="engine", state="ok", artifacts=(trace,))
-        )
+        expect(case.driver, replica, recorded(case.driver, replica, (1000, end_ms)))
     advice = case.advice()["profiler-cost"]
     assert re.search("^replica 1 .* 940 ms$", advice.because[1])
     assert "trainer" not in "".join(advice.because)
     assert "1: fewer iterations" in advice.do
-
-
-def test_who_called_prepare_is_not_told_to(tmp_path: Path) -> None:
-    case = Case(tmp_path, cost_ms=400)
-    case.driver.prepared = True
-    advice = case.advice()["profiler-cost"]
-    assert "prepare()" not in advice.do
-    assert "`Processes`" in advice.do
 
 
 def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
@@ -342,7 +331,6 @@ def test_memory_that_is_nearly_full_is_an_alarm(case: Case, reserved: int, speak
 
 
 def test_short_collectives_are_not_worth_a_word(case: Case) -> None:
-
     def make(rank: int, actor: FakeProcess) -> None:
         reduce = event("gloo:all_reduce", "user_annotation", 520_000, 3000, tid=2)
         add_trace(case.folder, actor, [op("aten::mm", 500_000, 20_000), reduce])

@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests.steps import printed
+from packages.report.tests.test_report_stalls import expect
+from packages.report.tests.test_report_stalls import recorded as written
 from packages.report.tests.traces import add_trace, event
 from stepscope.files.manifest import Expectation
-from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.values import AttrValue
-from stepscope.testing.steps import OPENED_NS, StepFolder
+from stepscope.testing.steps import StepFolder
 from stepscope_report import Engine, StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import load_step, load_traces
@@ -221,13 +222,7 @@ def test_an_engine_that_writes_behind_its_recording_is_not_out_of_sight(tmp_path
     rollout = Rollout(tmp_path)
     rollout.request(0, 60)
     rollout.record(0, [decode(2, 4), decode(6, 4)], until_ms=10)
-    began_ns = OPENED_NS + 10 * MS
-    stall = Stall(start_ns=began_ns, end_ns=began_ns + 30 * MS, doing="writing", source="stamps")
-    file = Artifact(
-        path="traces/a", kind="vllm_trace", tool="vllm", role="rollout", replica=0, host="host-a",
-        size_bytes=1, stalls=(stall,),
-    )  # fmt: skip
-    rollout.driver.expected = [Expectation(name="replica 0", kind="engine", state="ok", artifacts=(file,))]
+    expect(rollout.driver, 0, written(rollout.driver, 0, (10, 40)))
     (row,) = rollout.rows().values()
     assert (row.decode_ns, row.held_ns, row.writing_ns) == (8 * MS, 2 * MS, 30 * MS)
     assert (row.recorded_ns, row.window_ns) == (40 * MS, 60 * MS)
@@ -248,44 +243,30 @@ def test_an_engine_that_was_idle_and_left_no_file_has_a_row(tmp_path: Path) -> N
     ]
 
 
-def test_an_engine_that_holds_a_request_and_runs_no_pass_is_not_idle(tmp_path: Path) -> None:
-    """Its scheduler hangs and knows of none: its front end counts those that it has not answered."""
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_engine_that_holds_a_request_and_runs_no_pass_is_not_idle(tmp_path: Path, counted: bool) -> None:
+    """Its scheduler hangs and knows of none: its front end counts those that it has not answered. Whether
+    an engine that ran nothing was idle is not known if nothing counts its requests."""
     rollout = Rollout(tmp_path)
     rollout.record(0, [decode(2, 90)])
     rollout.driver.expected = [Expectation(name="replica 1", kind="engine", state="ok", idle=True)]
-    rollout.driver.counter("unfinished requests", {0: 0, 22 * MS: 0, 42 * MS: 1}, of="replica 1")
-    rollout.driver.counter("running requests", {0: 0, 22 * MS: 0, 42 * MS: 0}, of="replica 1")
+    if counted:
+        for name, last in (("unfinished requests", 1), ("running requests", 0)):
+            rollout.driver.counter(name, {0: 0, 22 * MS: 0, 42 * MS: last}, of="replica 1")
     report = rollout.report()
     row = {row.replica: row for row in report.engines}["replica 1"]
     assert (row.iterations, row.is_idle) == (0, False)
-    assert (row.held_ns, row.idle_ns, row.window_ns) == (70 * MS, 20 * MS, 90 * MS)
-    assert "0 (idle)" not in printed(report)
-
-
-def test_whether_an_engine_that_ran_nothing_was_idle_is_not_known_if_nothing_counts_its_requests(
-    tmp_path: Path,
-) -> None:
-    rollout = Rollout(tmp_path)
-    rollout.record(0, [decode(2, 90)])
-    rollout.driver.expected = [Expectation(name="replica 1", kind="engine", state="ok", idle=True)]
-    report = rollout.report()
-    row = {row.replica: row for row in report.engines}["replica 1"]
-    assert (row.iterations, row.is_idle, row.held_ns, row.idle_ns) == (0, False, None, None)
+    assert (row.held_ns, row.idle_ns) == ((70 * MS, 20 * MS) if counted else (None, None))
+    assert row.window_ns == 90 * MS
     assert "0 (idle)" not in printed(report)
 
 
 def test_an_idle_engine_that_writes_is_called_idle(tmp_path: Path) -> None:
     rollout = Rollout(tmp_path)
     rollout.record(0, [decode(2, 90)])
-    stall = Stall(start_ns=OPENED_NS + 20 * MS, end_ns=OPENED_NS + 50 * MS, doing="writing", source="stamps")
-    file = Artifact(
-        path="traces/a", kind="vllm_trace", tool="vllm", role="rollout", replica=1, host="host-a",
-        size_bytes=1, stalls=(stall,),
-    )  # fmt: skip
-    idle = Expectation(name="replica 1", kind="engine", state="ok", idle=True, artifacts=(file,))
-    rollout.driver.expected = [idle]
-    rollout.driver.counter("running requests", {0: 0}, of="replica 1")
-    rollout.driver.counter("waiting requests", {0: 0}, of="replica 1")
+    expect(rollout.driver, 1, written(rollout.driver, 1, (20, 50)), idle=True)
+    for name in ("running requests", "waiting requests"):
+        rollout.driver.counter(name, {0: 0}, of="replica 1")
     row = rollout.rows()["replica 1"]
     assert (row.iterations, row.writing_ns, row.is_idle) == (0, 30 * MS, True)
 
@@ -300,18 +281,17 @@ def test_a_short_recording_by_stage_says_nothing_of_prompts_against_tokens() -> 
 
 def test_names_of_replicas_are_not_broken_on_100_columns(tmp_path: Path) -> None:
     rollout = Rollout(tmp_path)
+    attrs: dict[str, AttrValue] = {
+        "request_id": "r", "prompt_tokens": 104_857, "output_tokens": 12_345, "cached_tokens": 9,
+        "preemptions": 1,
+    }  # fmt: skip
     for number in (0, 1):
         replica = rollout.folder.process("rollout", number, replica=number)
         for count in range(12):
-            attrs: dict[str, AttrValue] = {
-                "request_id": "r", "prompt_tokens": 104_857, "output_tokens": 12_345, "cached_tokens": 9,
-                "preemptions": 1,
-            }  # fmt: skip
             above = replica.span("generate", count * MS, 99 * MS, attrs=attrs)
             replica.span("queue", count * MS, 50 * MS, parent=above)
             replica.span("decode", 50 * MS, 99 * MS, parent=above)
-    rollout.rows()
-    lines = [line.split()[:2] for line in printed(report_of(rollout.folder.layout.root)).splitlines()]
+    lines = [line.split()[:2] for line in printed(rollout.report()).splitlines()]
     assert lines.count(["replica", "0"]) == 2
 
 

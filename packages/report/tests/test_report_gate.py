@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -58,16 +57,23 @@ def a_run(path: Path, *, took_ms: int = 100, captured: Sequence[int] = (2,), run
     return path
 
 
+def write_lines(path: Path, lines: Iterable[msgspec.Struct]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+
+
 def record(
-    path: Path, seconds: float, stages: Mapping[str, float] | None = None, run_id: str = "run1"
-) -> None:
-    layout = RunLayout(path)
-    path.mkdir(exist_ok=True)
-    lines = [
-        StepLine(step=number, start_ns=number * MS, dur_ns=int(took * 1e9), stages=dict(stages or {}))
-        for number, took in enumerate(around(seconds, seed=len(path.name)))
-    ]
-    layout.step_lines(run_id).write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+    path: Path, seconds: Iterable[float], stages: Mapping[str, float] | None = None, *, run_id: str = "run1",
+    since_ms: int = 0,
+) -> None:  # fmt: skip
+    """Write the recorder's lines of steps that took these times."""
+    lines = (
+        StepLine(
+            step=number, start_ns=(since_ms + number) * MS, dur_ns=int(took * 1e9), stages=dict(stages or {})
+        )
+        for number, took in enumerate(seconds)
+    )
+    write_lines(RunLayout(path).step_lines(run_id), lines)
 
 
 @pytest.mark.slow
@@ -121,12 +127,7 @@ def test_with_the_steps_that_it_asks_for_the_gate_can_tell() -> None:
 def test_steps_that_cannot_tell_have_an_exit_code_on_request(tmp_path: Path, command: Command) -> None:
     for name, seed in (("a", 3), ("b", 4)):
         draw = random.Random(seed)
-        layout = RunLayout(a_run(tmp_path / name))
-        lines = [
-            StepLine(step=number, start_ns=number * MS, dur_ns=int(draw.lognormvariate(0, 0.2) * 1e9))
-            for number in range(12)
-        ]
-        layout.step_lines("run1").write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+        record(a_run(tmp_path / name), [draw.lognormvariate(0, 0.2) for _ in range(12)])
     gate = ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-above", "5%"]
     (step,) = command(*gate, "--json").json["gate"]["checks"]
     assert (step["undecided"], step["failed"]) == (True, False)
@@ -204,7 +205,8 @@ def test_markdown_and_json_hold_the_verdict(tmp_path: Path, command: Command) ->
 
 def test_runs_without_a_capture_are_compared_by_recorded_steps(tmp_path: Path, command: Command) -> None:
     for name, seconds in (("a", 1.0), ("bb", 1.2)):
-        record(tmp_path / name, seconds, {"rollout/generate": seconds / 2})
+        took = around(seconds, seed=len(name))
+        record(tmp_path / name, took, {"rollout/generate": seconds / 2})
     both = ["diff", str(tmp_path / "a"), str(tmp_path / "bb")]
     (step,) = command(*both, "--fail-above", "5%", "--json", code=1).json["gate"]["checks"]
     assert (step["source"], step["a_steps"], step["changed"]) == ("unprofiled", 29, True)
@@ -214,75 +216,54 @@ def test_runs_without_a_capture_are_compared_by_recorded_steps(tmp_path: Path, c
 
 
 def test_a_newer_run_that_captured_nothing_is_not_judged_by_the_one_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
-    record(tmp_path / "a", 1.0)
-    record(a_run(tmp_path / "bb", captured=(2, 3)), 1.0)
-    newer = [
-        StepLine(step=number, start_ns=OPENED_NS + (60_000 + number) * MS, dur_ns=int(took * 1e9))
-        for number, took in enumerate(around(1.5))
-    ]
-    RunLayout(tmp_path / "bb").step_lines("run2").write_bytes(b"\n".join(map(msgspec.json.encode, newer)))
-    command = ["diff", str(tmp_path / "a"), str(tmp_path / "bb"), "--fail-above", "5%", "--json"]
-    assert run(command) == 1
-    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+    record(tmp_path / "a", around(1.0, seed=1))
+    record(a_run(tmp_path / "bb", captured=(2, 3)), around(1.0, seed=2))
+    record(tmp_path / "bb", around(1.5), run_id="run2", since_ms=OPENED_NS // MS + 60_000)
+    words = ("diff", tmp_path / "a", tmp_path / "bb", "--fail-above", "5%", "--json")
+    (step,) = command(*words, code=1).json["gate"]["checks"]
     assert 1.4 < step["b_seconds"] < 1.6
-    assert run([*command, "--run-b", "run1"]) == 0
+    command(*words, "--run-b", "run1")
 
 
 @pytest.mark.slow
 def test_runs_with_different_numbers_of_checkpoints_compare_like_with_like(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     for name, every, recorded in (("a", 8, True), ("b", 4, True), ("c", 8, False), ("d", 4, False)):
         layout = RunLayout(a_run(tmp_path / name))
-        took = {
-            number: seconds * (1 if number % every else 3)
-            for number, seconds in enumerate(around(1.0, 61, seed=ord(name)))
-        }
-        lines: list[msgspec.Struct]
+        plain = around(1.0, 61, seed=ord(name))
+        took = {number: seconds * (1 if number % every else 3) for number, seconds in enumerate(plain)}
         if recorded:
-            path = layout.step_lines("run1")
-            lines = [
-                StepLine(
-                    step=number,
-                    start_ns=number * MS,
-                    dur_ns=int(seconds * 1e9),
-                    stages={"actor/update": 1.0, **({} if number % every else {"actor/save": 2.0})},
-                )
-                for number, seconds in took.items()
-            ]
+            saves = {"actor/update": 1.0, "actor/save": 2.0}
+            stages = {number: saves if number % every == 0 else {"actor/update": 1.0} for number in took}
+            lines = (
+                StepLine(step=at, start_ns=at * MS, dur_ns=int(seconds * 1e9), stages=stages[at])
+                for at, seconds in took.items()
+            )
+            write_lines(layout.step_lines("run1"), lines)
         else:
-            path = layout.root / "uncaptured" / "trainer_rank0_run1.jsonl"
-            path.parent.mkdir()
-            lines = [
-                UncapturedStep(step=number, start_ns=number, dur_ns=int(seconds * 1e9))
-                for number, seconds in took.items()
-            ]
-        path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+            write_lines(layout.root / "uncaptured" / "trainer_rank0_run1.jsonl", uncaptured(took.values()))
     for a, b in ("ab", "ba", "cd", "dc"):
-        command = ["diff", str(tmp_path / a), str(tmp_path / b), "--fail-above", "10%", "--json"]
-        assert run(command) == 0
-        (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+        words = ("diff", tmp_path / a, tmp_path / b, "--fail-above", "10%", "--json")
+        (step,) = command(*words).json["gate"]["checks"]
         assert abs(step["change"]) < 0.05
 
 
-def test_uncaptured_steps_of_the_slowest_owner_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def uncaptured(seconds: Iterable[float]) -> Iterator[UncapturedStep]:
+    for number, took in enumerate(seconds):
+        yield UncapturedStep(step=number, start_ns=number, dur_ns=int(took * 1e9))
+
+
+def test_uncaptured_steps_of_the_slowest_owner_are_compared(tmp_path: Path, command: Command) -> None:
     for name, seed in (("a", 0), ("b", 1)):
         folder = a_run(tmp_path / name) / "uncaptured"
-        folder.mkdir()
         for rank in (0, 1):
-            lines = [
-                UncapturedStep(step=number, start_ns=number, dur_ns=int(took * 1e9) * (rank + 1))
-                for number, took in enumerate(around(1.0, seed=seed))
-            ]
-            (folder / f"trainer_rank{rank}_run1.jsonl").write_bytes(
-                b"\n".join(map(msgspec.json.encode, lines))
-            )
-    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-above", "1%", "--json"]) == 0
-    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+            took = (seconds * (rank + 1) for seconds in around(1.0, seed=seed))
+            write_lines(folder / f"trainer_rank{rank}_run1.jsonl", uncaptured(took))
+    words = ("diff", tmp_path / "a", tmp_path / "b", "--fail-above", "1%", "--json")
+    (step,) = command(*words).json["gate"]["checks"]
     assert (step["source"], step["a_steps"], step["failed"]) == ("unprofiled", 30, False)
     assert 1.9 < step["a_seconds"] < 2.1
 

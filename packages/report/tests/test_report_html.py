@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from packages.report.tests.pictures import HOSTILE, MS, rl_step
-from packages.report.tests.steps import close, printed
+from packages.report.tests.steps import Row, a_step, close, printed
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest import Absent
 from stepscope.testing.steps import StepFolder
@@ -79,58 +79,43 @@ def test_every_chart_of_a_step_has_its_marks(tmp_path: Path, ranks: int) -> None
     assert page.marks["ranks"] >= 2 * ranks
 
 
-def test_the_head_says_what_took_how_long_and_whether_all_is_there(tmp_path: Path) -> None:
-    head = Page(page_of(rl_step(tmp_path))).text["header"]
-    for phrase in (
-        "Step 2",
-        "run run1",
-        "1.01 s",
-        "1.01 s with opening and closing the capture",
-        "Most of it: rollout decode",
-        "complete",
-        "on 1 host",
-    ):
+MANY_STAGES: list[Row] = [(f"trainer stage{index}", index, index + 1) for index in range(40)]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return Page(page_of(rl_step(tmp_path_factory.mktemp("usual"))))
+
+
+def test_the_head_says_what_took_how_long_and_whether_all_is_there(usual: Page) -> None:
+    head = usual.text["header"]
+    took = ("1.01 s", "1.01 s with opening and closing the capture", "Most of it: rollout decode")
+    for phrase in ("Step 2", "run run1", *took, "complete", "on 1 host"):
         assert phrase in head
     assert "not complete" not in head
 
 
-def test_the_account_on_the_page_adds_up_to_100(tmp_path: Path) -> None:
-    page = page_of(rl_step(tmp_path))
-    account = Page(page).text["account"]
-    assert "100.0" in account
-    for line in ("rollout decode", "actor update_actor", "unaccounted", "step", "+ opening, closing"):
-        assert line in account
+def test_the_account_on_the_page_adds_up_to_100(usual: Page, tmp_path: Path) -> None:
+    """Many stages are folded and still add up."""
+    stages = ("rollout decode", "actor update_actor", "unaccounted", "step", "+ opening, closing")
+    for phrase in ("100.0", *stages):
+        assert phrase in usual.text["account"]
+    folded = Page(page_of(a_step(tmp_path, 40, MANY_STAGES))).text["account"]
+    assert "16 smaller stages" in folded
+    assert "100.0" in folded
 
 
-def test_many_stages_are_folded_and_still_add_up(folder: StepFolder) -> None:
-    driver = folder.process("trainer", owner=True)
-    for index in range(40):
-        driver.span(f"stage{index}", index * MS, (index + 1) * MS)
-    driver.close(40 * MS)
-    account = Page(page_of(folder)).text["account"]
-    assert "16 smaller stages" in account
-    assert "100.0" in account
-
-
-def test_the_links_at_the_top_lead_to_groups_of_sections(tmp_path: Path) -> None:
-    page = Page(page_of(rl_step(tmp_path)))
-    sections = [attrs["id"] for kind, attrs in page.tags if kind == "section"]
-    links = [link.removeprefix("#") for link in page.links() if link.startswith("#")]
+def test_the_links_at_the_top_lead_to_groups_of_sections(usual: Page) -> None:
+    sections = [attrs["id"] for kind, attrs in usual.tags if kind == "section"]
+    links = [link.removeprefix("#") for link in usual.links() if link.startswith("#")]
     assert links == ["when", "trajectories", "ranks", "complete"]
     assert sorted(links, key=sections.index) == links
     assert sections[0] == "when"
 
 
 def test_a_stage_has_one_colour_on_every_page(tmp_path: Path) -> None:
-    first = StepFolder(tmp_path / "1")
-    driver = first.process("trainer", owner=True)
-    for index in range(40):
-        driver.span(f"stage{index}", index * MS, (index + 1) * MS)
-    driver.close(40 * MS)
-    second = StepFolder(tmp_path / "2")
-    driver = second.process("trainer", owner=True)
-    driver.span("stage39", 0, 40 * MS)
-    driver.close(40 * MS)
+    first = a_step(tmp_path / "1", 40, MANY_STAGES)
+    second = a_step(tmp_path / "2", 40, [("trainer stage39", 0, 40)])
     swatch = re.compile(r'<i class="swatch (c\d+)"></i>stage39')
     assert swatch.findall(page_of(second)) == [colour_of("stage39")]
     assert f'm {colour_of("stage39")}"' in page_of(first)

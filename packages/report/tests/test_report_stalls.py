@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from packages.report.tests.steps import MS, Row, a_step, close, some
+from packages.report.tests.steps import MS, Row, a_step, close, reported, rules, some
 from packages.report.tests.test_report_breakdown import account, driver_of
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Stall
@@ -29,28 +29,20 @@ def recorded(
     driver: FakeProcess, replica: int, *stalls: tuple[int, int], dp: int = 0, host: str = "host-a"
 ) -> Artifact:
     """Return a trace of an engine that stalled from and to these ms of its host's clock."""
+    written = [(OPENED_NS + start * MS, OPENED_NS + end * MS) for start, end in stalls]
     return Artifact(
-        path=f"traces/rollout/replica{replica}/dp{dp}.json.gz",
-        kind="vllm_trace",
-        tool="vllm",
-        role="rollout",
-        replica=replica,
-        topology={"tp": 0, "dp": dp},
-        host=host,
-        size_bytes=1,
+        path=f"traces/rollout/replica{replica}/dp{dp}.json.gz", kind="vllm_trace", tool="vllm",
+        role="rollout", replica=replica, topology={"tp": 0, "dp": dp}, host=host, size_bytes=1,
         stalls=tuple(
-            Stall(
-                start_ns=OPENED_NS + start * MS, end_ns=OPENED_NS + end * MS, doing="writing", source="stamps"
-            )
-            for start, end in stalls
+            Stall(start_ns=start_ns, end_ns=end_ns, doing="writing", source="stamps")
+            for start_ns, end_ns in written
         ),
-    )
+    )  # fmt: skip
 
 
-def expect(driver: FakeProcess, replica: int, *artifacts: Artifact) -> None:
-    driver.expected.append(
-        Expectation(name=f"replica {replica}", kind="engine", state="ok", artifacts=artifacts)
-    )
+def expect(driver: FakeProcess, replica: int, *artifacts: Artifact, idle: bool = False) -> None:
+    name = f"replica {replica}"
+    driver.expected.append(Expectation(name=name, kind="engine", state="ok", artifacts=artifacts, idle=idle))
 
 
 DECODE: Row = ("trainer/rollout decode", 0, 100)
@@ -79,12 +71,12 @@ ACCOUNTS: dict[str, tuple[list[Row], list[list[tuple[int, int]] | None], dict[st
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "writes", "expected"), ACCOUNTS.values(), ids=ACCOUNTS)
-def test_time_in_which_no_engine_serves_for_its_profiler_is_the_profilers(
-    tmp_path: Path, rows: list[Row], writes: list[list[tuple[int, int]] | None], expected: dict[str, int]
-) -> None:
-    """`writes` is when the engine of each replica writes. None if that replica is not recorded."""
-    folder = a_step(tmp_path, 100, rows)
+Writes = list[list[tuple[int, int]] | None]
+"""Times in which the engine of each replica writes. None for a replica that is not recorded."""
+
+
+def stalled(root: Path, rows: list[Row], writes: Writes) -> StepFolder:
+    folder = a_step(root, 100, rows)
     driver = folder.processes[0]
     for replica, stalls in enumerate(writes):
         if stalls is None:
@@ -92,7 +84,14 @@ def test_time_in_which_no_engine_serves_for_its_profiler_is_the_profilers(
             driver.expected.append(skipped)
         else:
             expect(driver, replica, recorded(driver, replica, *stalls))
-    assert account(folder) == expected
+    return folder
+
+
+@pytest.mark.parametrize(("rows", "writes", "expected"), ACCOUNTS.values(), ids=ACCOUNTS)
+def test_time_in_which_no_engine_serves_for_its_profiler_is_the_profilers(
+    tmp_path: Path, rows: list[Row], writes: Writes, expected: dict[str, int]
+) -> None:
+    assert account(stalled(tmp_path, rows, writes)) == expected
 
 
 def test_data_parallel_engines_of_a_replica_serve_each_for_itself(tmp_path: Path) -> None:
@@ -136,16 +135,12 @@ def test_a_stage_that_one_process_runs_on_two_replicas_stalls_while_both_write(
     assert (share.busy_ns, share.stalled_ns) == (100 * MS, 20 * MS)
 
 
-def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(folder: StepFolder) -> None:
-    driver = driver_of(folder)
-    driver.span("decode", 0, 70 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    expect(driver, 1, recorded(driver, 1))
-    close(folder, 100 * MS)
-    report = step_report(load_step(folder.write()))
+def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(tmp_path: Path) -> None:
+    folder = stalled(tmp_path, [("trainer/rollout decode", 0, 70)], [[(10, 90)], []])
     assert account(folder) == {"rollout decode": 70, "unaccounted": 30}
+    report = reported(folder)
     assert (report.breakdown.stalled_ns, report.breakdown.stalled_most_ns) == (0, 60 * MS)
-    assert "not-typical" in {advice.rule for advice in report.advice}
+    assert "not-typical" in rules(report)
 
 
 def test_stalls_of_another_host_are_placed_by_its_clock(folder: StepFolder) -> None:
@@ -158,78 +153,55 @@ def test_stalls_of_another_host_are_placed_by_its_clock(folder: StepFolder) -> N
     assert account(folder) == {"rollout decode": 20, "profiler": 80}
 
 
-def test_a_slow_trajectory_waited_for_the_profiler(folder: StepFolder) -> None:
-    driver = driver_of(folder)
-    above = driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory="t")
-    driver.span("decode", 0, 100 * MS, role="rollout", parent=above, trajectory="t")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    timeline = load_step(folder.write())
+def test_a_slow_trajectory_waited_for_the_profiler(tmp_path: Path) -> None:
+    own = {"trajectory": "t"}
+    rows: list[Row] = [
+        ("trainer/agent_loop trajectory", 0, 100, own), ("trainer/rollout decode", 0, 100, "trajectory", own),
+    ]  # fmt: skip
+    timeline = load_step(stalled(tmp_path, rows, [[(10, 90)]]).write())
     report = step_report(timeline)
-    tail = some(report.long_tail)
     assert 'class="m profiler"' in render_step(timeline, report).split('id="slowest"')[1].split("</table>")[0]
-    waits = {f"{wait.role} {wait.stage}": wait.wall_ns // MS for wait in tail.worst[0].waits}
+    waits = {
+        f"{wait.role} {wait.stage}": wait.wall_ns // MS for wait in some(report.long_tail).worst[0].waits
+    }
     assert waits == {"profiler engine trace": 80, "rollout decode": 20}
 
 
-def test_advice_says_what_the_step_would_have_taken(folder: StepFolder) -> None:
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    timeline = load_step(folder.write())
+def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
+    """Without steps to compare with, an engine that writes for long is told too."""
+    timeline = load_step(stalled(tmp_path, [DECODE], [[(10, 90)]]).write())
+    (alone,) = step_report(timeline).advice
+    assert (alone.rule, alone.kind) == ("not-typical", "alarm")
     near = tuple(UncapturedStep(step=step, start_ns=0, dur_ns=20 * MS) for step in range(10, 15))
     (advice,) = step_report(msgspec.structs.replace(timeline, uncaptured=near)).advice
     assert advice.rule == "not-typical"
     assert re.search("80.0 ms, 80.0 %.* 20.0 ms$", advice.because[1])
 
 
-def test_without_steps_to_compare_with_an_engine_that_writes_for_long_is_told(folder: StepFolder) -> None:
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    (advice,) = step_report(load_step(folder.write())).advice
-    assert (advice.rule, advice.kind) == ("not-typical", "alarm")
-
-
-def rules(folder: StepFolder) -> set[str]:
-    return {advice.rule for advice in step_report(load_step(folder.write())).advice}
-
-
-def test_a_replica_that_writes_is_no_straggler(folder: StepFolder) -> None:
+def test_a_replica_that_writes_is_no_straggler(tmp_path: Path) -> None:
     """Both decode for 20 ms. One has work left when its profiler writes, and stands still for 80 ms."""
-    driver = driver_of(folder)
-    for replica, end_ms in enumerate((100, 20)):
-        folder.process("rollout", replica, replica=replica).span("decode", 0, end_ms * MS)
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    expect(driver, 1, recorded(driver, 1))
-    close(folder, 100 * MS)
-    assert "straggler" not in rules(folder)
+    rows: list[Row] = [("rollout:0 decode", 0, 100), ("rollout:1 decode", 0, 20)]
+    assert "straggler" not in rules(reported(stalled(tmp_path, rows, [[(10, 90)], []])))
 
 
-def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(folder: StepFolder) -> None:
-    driver = driver_of(folder)
+def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(tmp_path: Path) -> None:
+    rows: list[Row] = []
     for number in range(10):
-        end_ns = (100 if number == 9 else 10) * MS
-        name = f"t{number}"
-        above = driver.span("trajectory", 0, end_ns, role="agent_loop", trajectory=name)
-        driver.span("decode", 0, end_ns, role="rollout", parent=above, trajectory=name)
-    expect(driver, 0, recorded(driver, 0, (10, 99)))
-    close(folder, 100 * MS)
-    report = step_report(load_step(folder.write()))
-    assert report.long_tail is not None
-    assert (report.long_tail.held_ns, report.long_tail.stalled_ns) == (90 * MS, 89 * MS)
-    assert "long-tail" not in {advice.rule for advice in report.advice}
+        own, end_ms = {"trajectory": f"t{number}"}, 100 if number == 9 else 10
+        rows.append(("trainer/agent_loop trajectory", 0, end_ms, own))
+        rows.append(("trainer/rollout decode", 0, end_ms, "trajectory", own))
+    report = reported(stalled(tmp_path, rows, [[(10, 99)]]))
+    tail = some(report.long_tail)
+    assert (tail.held_ns, tail.stalled_ns) == (90 * MS, 89 * MS)
+    assert "long-tail" not in rules(report)
 
 
-def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(folder: StepFolder) -> None:
-    driver = driver_of(folder)
-    above = driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory="t")
-    driver.span("queue", 5 * MS, 95 * MS, role="rollout", parent=above, trajectory="t")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    assert "queueing" not in rules(folder)
+def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(tmp_path: Path) -> None:
+    own = {"trajectory": "t"}
+    rows: list[Row] = [
+        ("trainer/agent_loop trajectory", 0, 100, own), ("trainer/rollout queue", 5, 95, "trajectory", own),
+    ]  # fmt: skip
+    assert "queueing" not in rules(reported(stalled(tmp_path, rows, [[(10, 90)]])))
 
 
 def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(folder: StepFolder) -> None:

@@ -6,14 +6,16 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from packages.report.tests import steps
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated import MS, Rollout
 from packages.report.tests.steps import close
 from stepscope.errors import ConfigError, RecordError
-from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Predicting, Prediction, predict
@@ -215,26 +217,15 @@ def test_a_step_ends_its_rollout_with_what_it_consumes(folder: StepFolder) -> No
 
 def with_tools(root: Path, places: int = 2) -> Timeline:
     """Return a step of eight trajectories: 100 tokens each, then a tool of 100 ms, `places` at once."""
-    folder = StepFolder(root)
-    driver = folder.process("trainer", owner=True)
+    rows: list[steps.Row] = []
     for place in range(8):
-        name, begin = f"t{place}", 100 + place // places * 100
-        above = driver.span(
-            "trajectory", 0, (begin + 100) * MS, role="agent_loop", trajectory=name, attrs={"replica": 0}
-        )
-        for stage, role, start, end in (("generate", "rollout", 0, 100), ("tool", "env", begin, begin + 100)):
-            tokens = {"tokens": 100} if role == "rollout" else None
-            driver.span(
-                stage,
-                start * MS,
-                end * MS,
-                role=role,
-                parent=above,
-                trajectory=name,
-                attrs=dict(tokens or {}),
-            )
-    driver.close((100 + 8 // places * 100) * MS)
-    return load_step(folder.write())
+        own: dict[str, Any] = {"trajectory": f"t{place}"}
+        begin = 100 + place // places * 100
+        of_engine, tokens = own | {"attrs": {"replica": 0}}, own | {"attrs": {"tokens": 100}}
+        rows.append(("trainer/agent_loop trajectory", 0, begin + 100, of_engine))
+        rows.append(("trainer/rollout generate", 0, 100, "trajectory", tokens))
+        rows.append(("trainer/env tool", begin, begin + 100, "trajectory", own))
+    return load_step(steps.a_step(root, 100 + 8 // places * 100, rows).write())
 
 
 @pytest.mark.parametrize(("pool", "ms"), [("x2", 300), ("+6", 200), ("-1", 900), ("4", 300)])
@@ -284,75 +275,44 @@ def test_a_step_without_the_stage_that_a_change_moves_is_an_error(tmp_path: Path
         predicted(step, staleness=1)
 
 
-def test_a_step_whose_tokens_do_not_explain_its_times_gets_no_prediction(folder: StepFolder) -> None:
-    driver = folder.process("trainer", owner=True)
+def test_a_step_whose_tokens_do_not_explain_its_times_gets_no_prediction(tmp_path: Path) -> None:
+    rows: list[steps.Row] = []
     for place, (tokens, end) in enumerate([(1000, 10), (10, 1000), (500, 20), (20, 900)]):
-        above = driver.span("trajectory", 0, end * MS, role="agent_loop", trajectory=f"t{place}")
-        driver.span(
-            "generate",
-            0,
-            end * MS,
-            role="rollout",
-            parent=above,
-            trajectory=f"t{place}",
-            attrs={"tokens": tokens},
-        )
-    driver.close(1000 * MS)
+        own: dict[str, Any] = {"trajectory": f"t{place}"}
+        rows.append(("trainer/agent_loop trajectory", 0, end, own))
+        tokens_of = {**own, "attrs": {"tokens": tokens}}
+        rows.append(("trainer/rollout generate", 0, end, "trajectory", tokens_of))
     with pytest.raises(RecordError, match=r"no prediction,.* rollout"):
-        predicted(folder.write())
+        predicted(steps.a_step(tmp_path, 1000, rows).write())
 
 
-def a_lone(root: Path, record: str) -> Path:
-    """Write a step that lacks what a replay needs."""
-    folder = StepFolder(root)
-    driver = folder.process("trainer", owner=True)
-    _RECORDS[record](driver)
-    driver.close(100 * MS)
-    return folder.write()
+TRAJECTORY: steps.Row = ("trainer/agent_loop trajectory", 0, 50, {"trajectory": "t"})
 
 
-def _no_trajectory(driver: FakeProcess) -> None:
-    driver.span("generate", 0, 50 * MS, role="rollout", attrs={"tokens": 5})
+def generation(**attrs: int) -> steps.Row:
+    return "trainer/rollout generate", 0, 50, "trajectory", {"trajectory": "t", "attrs": attrs}
 
 
-def _no_generation(driver: FakeProcess) -> None:
-    driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t")
+LACKING: dict[str, list[steps.Row]] = {
+    "has no trajectories, which a replay needs": [
+        ("trainer/rollout generate", 0, 50, {"attrs": {"tokens": 5}})
+    ],
+    "trajectories that began in this step, in processes whose clocks are aligned": [
+        ("trainer/agent_loop trajectory@0", 0, 50, {"trajectory": "t"})
+    ],
+    "no trajectory has a span of role `rollout`": [TRAJECTORY],
+    "0 of 1 generations say how many tokens they wrote": [TRAJECTORY, generation()],
+    "0 of 1 generations say how many tokens": [TRAJECTORY, generation(tokens=-5)],
+    "trainer update_actor runs beside the rollout": [
+        TRAJECTORY, generation(tokens=5), ("trainer update_actor", 20, 90)
+    ],
+}  # fmt: skip
 
 
-def _no_tokens(driver: FakeProcess) -> None:
-    above = driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t")
-    driver.span("generate", 0, 50 * MS, role="rollout", trajectory="t", parent=above)
-
-
-def _negative_tokens(driver: FakeProcess) -> None:
-    above = driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t")
-    driver.span("generate", 0, 50 * MS, role="rollout", trajectory="t", parent=above, attrs={"tokens": -5})
-
-
-def _beside(driver: FakeProcess) -> None:
-    above = driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t")
-    driver.span("generate", 0, 50 * MS, role="rollout", trajectory="t", parent=above, attrs={"tokens": 5})
-    driver.span("update_actor", 20 * MS, 90 * MS)
-
-
-def _of_another_step(driver: FakeProcess) -> None:
-    driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t", step=0)
-
-
-_RECORDS = {
-    "has no trajectories, which a replay needs": _no_trajectory,
-    "trajectories that began in this step, in processes whose clocks are aligned": _of_another_step,
-    "no trajectory has a span of role `rollout`": _no_generation,
-    "0 of 1 generations say how many tokens they wrote": _no_tokens,
-    "0 of 1 generations say how many tokens": _negative_tokens,
-    "trainer update_actor runs beside the rollout": _beside,
-}
-
-
-@pytest.mark.parametrize("message", _RECORDS)
+@pytest.mark.parametrize("message", LACKING)
 def test_a_step_that_lacks_what_a_replay_needs_says_so(tmp_path: Path, message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        predicted(a_lone(tmp_path, message))
+        predicted(steps.a_step(tmp_path, 100, LACKING[message]).write())
 
 
 def test_the_command_prints_and_has_json(tmp_path: Path, command: Command) -> None:
