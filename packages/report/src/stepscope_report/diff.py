@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import Literal, TypeAlias, TypedDict
 
 import msgspec
 
 from stepscope_report.accounting import Label
+from stepscope_report.formatting import percentage, signed
 from stepscope_report.model import StepReport
 from stepscope_report.sections.breakdown import LineKind
+from stepscope_report.table import TextTable
 from stepscope_report.timeline import TraceActivity
 
 KERNELS = 10
@@ -325,3 +328,24 @@ class _Numbers(TypedDict):
     delta_ns: int
     a_calls: float
     b_calls: float
+
+
+CHANGES = 4
+"""Number of changes from the previous step that are listed for each step, the largest first."""
+
+
+def step_changes(reports: Sequence[StepReport]) -> TextTable:
+    """Return the change of each step from the previous one: of the whole step, and its largest changes."""
+    rows = []
+    for before, after in pairwise(reports):
+        step_change = diff([before], [after])
+        largest = [
+            f"{' '.join(filter(None, (change.role, change.stage or change.kind)))} {signed(change.delta_ns)}"
+            for change in step_change.changes[:CHANGES]
+            if change.delta_ns
+        ]
+        percent = percentage(step_change.delta_ns, step_change.a.step_ns)
+        steps = f"{before.step} → {after.step}"
+        rows.append((steps, signed(step_change.delta_ns), percent, ", ".join(largest)))
+    note = "stepscope diff compares any two steps or runs, line by line."
+    return TextTable("What changed", ("steps", ">step", ">%", "the most"), tuple(rows), note)

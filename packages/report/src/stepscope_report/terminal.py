@@ -6,7 +6,7 @@ Colour alone carries no meaning.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -18,7 +18,6 @@ from stepscope_report.diff import (
     KernelDiff,
     ShapeChange,
     Side,
-    diff,
 )
 from stepscope_report.formatting import (
     LISTED,
@@ -104,8 +103,6 @@ def _head(report: StepReport) -> Text:
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
 _KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")
-CHANGES = 4
-"""Number of changes from the previous step that are listed for each step, the largest first."""
 
 
 def render_diff(comparison: Diff) -> RenderableType:
@@ -175,24 +172,6 @@ def _diff_rows(comparison: Diff) -> list[tuple[str, ...]]:
     if a_ns or b_ns:
         rows.append(("", BESIDE, duration(a_ns), duration(b_ns), signed(b_ns - a_ns), "", "", ""))
     return rows
-
-
-def render_changes(reports: Sequence[StepReport]) -> RenderableType:
-    """Return the change of each step from the previous one: of the whole step, and its largest changes."""
-    rows = []
-    for before, after in pairwise(reports):
-        step_change = diff([before], [after])
-        largest = [
-            f"{' '.join(filter(None, (change.role, change.stage or change.kind)))} {signed(change.delta_ns)}"
-            for change in step_change.changes[:CHANGES]
-            if change.delta_ns
-        ]
-        percent = percentage(step_change.delta_ns, step_change.a.step_ns)
-        rows.append(
-            (f"{before.step} → {after.step}", signed(step_change.delta_ns), percent, ", ".join(largest))
-        )
-    note = "stepscope diff compares any two steps or runs, line by line."
-    return table("What changed", ("steps", ">step", ">%", "the most"), rows, note)
 
 
 def _worth_a_line(comparison: Diff) -> Sequence[Change]:

@@ -30,13 +30,14 @@ from stepscope_report.cli.find import (
 )
 from stepscope_report.cli.plain import is_plain, report_plain
 from stepscope_report.demo import unpack_sample
+from stepscope_report.diff import step_changes
 from stepscope_report.formatting import plain
 from stepscope_report.groups import ALWAYS, Grouping, attributes_of, group_spans, group_table
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
 from stepscope_report.sections import StepFile
-from stepscope_report.terminal import render, render_changes, render_overview, render_short
+from stepscope_report.terminal import render, render_overview, render_short
 from stepscope_report.terminal_blocks import draw, markdown_table
 from stepscope_report.timeline import Timeline, Traces, bytes_to_read, load_step, load_traces, span_bytes
 
@@ -314,7 +315,7 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
     """
     screen.show(*((render_short if short else render)(report) for report in reports.steps))
     if len(reports.steps) > 1:
-        screen.show(render_overview(reports.steps), render_changes(reports.steps))
+        screen.show(render_overview(reports.steps), draw(step_changes(reports.steps)))
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
     if short:

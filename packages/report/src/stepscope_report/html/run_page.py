@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from urllib.parse import quote
 
 import msgspec
 
 from stepscope_report.accounting import Label
-from stepscope_report.diff import Change, diff
-from stepscope_report.formatting import both, count, duration, middle, percentage, signed
+from stepscope_report.diff import step_changes
+from stepscope_report.formatting import count, duration, middle
 from stepscope_report.html import (
     Colours,
     Html,
+    draw,
     join,
     legend,
     listing,
@@ -31,8 +31,6 @@ from stepscope_report.sections.health import say_others
 
 OTHERS = ("profiler", "unaccounted")
 """Kinds of lines in the account that are no stages."""
-CHANGES = 5
-"""Number of changes from the previous step that are listed for each step: the largest."""
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +54,8 @@ def render_run(
     colours = Colours(_labels(reports), [(line.role or "", line.stage or "") for line in lines])
     parts = [_head(reports, others), _side_by_side(steps, colours)]
     if len(steps) > 1:
-        parts += [_by_stage(reports, colours), _changes(reports)]
+        changes = draw(step_changes(reports), "What changed")
+        parts += [_by_stage(reports, colours), section("changes", "What changed", changes)]
     if unreadable:
         parts.append(section("unreadable", "Unreadable", listing("Steps", unreadable, "bad")))
     return page(f"Run {reports[0].run_id}", *parts)
@@ -152,33 +151,3 @@ def _shade(ns: int, median_ns: int, least_ns: int) -> str:
         return "shade"
     ratio = ns / median_ns if median_ns else 2.0
     return f"shade h{max(-5, min(5, round((ratio - 1) * 10)))}"
-
-
-def _changes(reports: Sequence[StepReport]) -> Html:
-    rows: list[tuple[str | Html, ...]] = []
-    for before, after in pairwise(reports):
-        step_change = diff([before], [after])
-        pair = f"{before.step} → {after.step}"
-        whole = signed(step_change.delta_ns)
-        rows.append((tag("b", pair), tag("b", "step"), tag("b", whole, class_=_sign(step_change.delta_ns)),
-                     percentage(step_change.delta_ns, step_change.a.step_ns), "", ""))  # fmt: skip
-        rows += [
-            ("", *_change(change, step_change.a.step_ns))
-            for change in step_change.changes[:CHANGES]
-            if change.delta_ns
-        ]
-    columns = ("steps", "line", ">change", ">% of the step", ">calls", ">mean call")
-    note = f"The {CHANGES} largest against the step before. stepscope diff compares any two steps or runs."
-    return section("changes", "What changed", table(columns, rows), note=note)
-
-
-def _change(change: Change, total_ns: int) -> tuple[str | Html, ...]:
-    calls = both(f"{change.a.calls:g}", f"{change.b.calls:g}") if change.kind == "stage" else ""
-    mean = both(duration(change.a.mean_ns), duration(change.b.mean_ns)) if change.kind == "stage" else ""
-    name = " ".join(filter(None, (change.role, change.stage or change.kind)))
-    delta = tag("span", signed(change.delta_ns), class_=_sign(change.delta_ns))
-    return name, delta, percentage(change.delta_ns, total_ns), calls, mean
-
-
-def _sign(ns: int) -> str | None:
-    return "up" if ns > 0 else "down" if ns < 0 else None

@@ -12,7 +12,7 @@ from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Pair, outside, rank_of, union_ns
 from stepscope_report.charts import pick
 from stepscope_report.formatting import count, duration, middle, say_profiled, starred
-from stepscope_report.html import Colours, Html, draw, section, table, tag
+from stepscope_report.html import Html, draw, illustrated, section, tag
 from stepscope_report.sections import PROCESSES, Section
 from stepscope_report.spans import ReplicaKey, ToolNames, above, replica_of, title
 from stepscope_report.table import Block, Table, TextTable, grouped
@@ -294,10 +294,14 @@ def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:
     title, note = f"Busy time by process: {role}", say_profiled(bool(profiled))
     if any(stage.waited for stage in stages):
         note = f"{WAITS_NOTE} {note}".rstrip()
-    if len(names) <= SIDE_BY_SIDE:
-        heads = (f">{starred(name, name in profiled)}" for name in names)
-        rows = tuple(_side_by_side(stage, names) for stage in stages)
-        return TextTable(title, ("stage", *heads, ">max/median"), rows, note)
+    if len(names) > SIDE_BY_SIDE:
+        return _summary(title, stages, note)
+    heads = (f">{starred(name, name in profiled)}" for name in names)
+    rows = tuple(_side_by_side(stage, names) for stage in stages)
+    return TextTable(title, ("stage", *heads, ">max/median"), rows, note)
+
+
+def _summary(title: str, stages: Sequence[Stage], note: str = "") -> TextTable:
     columns = ("stage", ">processes", ">min", ">median", ">max", ">max/median", "slowest")
     return TextTable(title, columns, tuple(map(_summed, stages)), note)
 
@@ -348,17 +352,17 @@ _STEPS = 5
 
 
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
-    yield from _heat(stages, page.colours)
+    yield from _heat(stages)
     if stages:
         yield section("calls", "Calls", draw(_calls(stages), "Calls"))
 
 
-def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
+def _heat(stages: Sequence[Stage]) -> list[Html]:
     """Return a heat map for each role with several processes, or an empty list."""
     roles = roles_of_several(stages)
     if not roles:
         return []
-    maps = [part for role, group in roles.items() for part in _map(role, group, colours)]
+    maps = [part for role, group in roles.items() for part in _map(role, group)]
     scale = [tag("i", class_=f"cell {_shade(1 + step / 10)}") for step in range(-_STEPS, _STEPS + 1)]
     key = tag("p", "half the median ", *scale, " 1.5 times and above", class_="legend")
     note = (
@@ -371,7 +375,7 @@ def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
     return [section("ranks", "Busy time by process and stage", key, *maps, note=note)]
 
 
-def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]:
+def _map(role: str, stages: Sequence[Stage]) -> Iterator[Html]:
     names = list(dict.fromkeys(share.process for stage in stages for share in stage.processes))
     busiest = {stage.slowest for stage in stages}
     drawn = [
@@ -379,42 +383,23 @@ def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]
     ]
     processes = count(len(names), "process") + (f", {len(drawn)} drawn" if len(drawn) < len(names) else "")
     yield tag("h3", role, tag("small", processes))
-    rows = [_row(stage, drawn, colours) for stage in stages]
-    columns = ("stage", "by rank", ">median", ">max", ">max/median", "slowest")
-    yield table(columns, rows, "")
+    cells = [tag("div", *_cells(stage, drawn), class_="cells") for stage in stages]
+    yield illustrated(_summary(role, stages), 1, "by rank", cells)
 
 
-def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Html]:
-    busy = {share.process: share.at_work_ns for share in stage.processes}
-    parts = {share.process: _parts(stage, share) for share in stage.processes}
+def _cells(stage: Stage, names: Sequence[str]) -> Iterator[Html]:
+    shares = {share.process: share for share in stage.processes}
     median_ns = middle(share.at_work_ns for share in stage.compared)
-    profiled = {share.process for share in stage.processes if share.profiled}
-    cells = [
-        _cell(
-            starred(name, name in profiled),
-            busy.get(name),
-            parts.get(name),
-            median_ns,
-            len(names) <= NUMBERED,
-        )
-        for name in names
-    ]
-    imbalance = ratio(stage.imbalance)
-    return [
-        colours.swatched((stage.role, stage.stage), stage.title),
-        tag("div", *cells, class_="cells"),
-        duration(median_ns),
-        duration(max(busy.values())),
-        tag("b", imbalance) if (stage.imbalance or 0) >= 1.2 and not stage.uneven else imbalance,
-        slowest(stage),
-    ]
+    for name in names:
+        if name in shares:
+            yield _cell(stage, shares[name], median_ns, numbered=len(names) <= NUMBERED)
+        else:
+            yield tag("i", class_="cell none", data_t=f"{name}: did not run it")
 
 
-def _cell(name: str, busy_ns: int | None, parts: str | None, median_ns: int, numbered: bool) -> Html:
-    if busy_ns is None or parts is None:
-        return tag("i", class_="cell none", data_t=f"{name}: did not run it")
-    part = busy_ns / median_ns if median_ns else 1.0
-    hover = f"{name}: {parts}, {part:.2f} of the median"
+def _cell(stage: Stage, share: Share, median_ns: int, *, numbered: bool) -> Html:
+    parts, part = _parts(stage, share), share.at_work_ns / median_ns if median_ns else 1.0
+    hover = f"{starred(share.process, share.profiled)}: {parts}, {part:.2f} of the median"
     return tag("i", parts if numbered else "", class_=f"cell {_shade(part)}", data_t=hover)
 
 
