@@ -225,7 +225,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
     window_ns: int
     groups: tuple[Group, ...]
-    """The owner's group first, then the others in the timeline's order."""
+    """The groups: first the owner's group, then the other groups in the timeline's order."""
     marks: int
     spans: int
     """Number of all spans of the step."""

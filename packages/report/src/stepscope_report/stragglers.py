@@ -1,7 +1,7 @@
 """Ranks for which others wait in collectives, because they enter late (stragglers) or skip a collective.
 
-A rank leaves a collective only after all ranks have entered it. After a skipped collective, the collectives
-of a rank have lower numbers than the collectives of the others.
+A rank leaves a collective only after all ranks have entered it. After a rank has skipped a collective, its
+collectives have lower numbers than the same collectives in other ranks.
 """
 
 from __future__ import annotations
@@ -228,13 +228,13 @@ class Skip(NamedTuple):
     others: tuple[int, ...]
     """The skipped collective, in the other ranks."""
     late_ns: int
-    """Time in ns for which the others waited in the skipped collective."""
+    """Time in ns for which the other ranks waited in the skipped collective."""
 
 
 def unseen_collectives(timeline: Timeline) -> int:
     """Return the largest number of collectives in one process that C++ issued and Python did not see.
 
-    These are the missing numbers between the collectives on record.
+    Their numbers are missing between the numbers of the recorded collectives.
     """
     numbers: dict[tuple[int, object], set[int]] = defaultdict(set)
     for span in timeline.spans:
@@ -289,7 +289,7 @@ def _skip(
 
 
 def _is_behind(own: Sequence[Place], first: int, expected: Mapping[int, Place]) -> bool:
-    """Return whether a rank's calls, numbered from `first` on, are calls that the others make later."""
+    """Return whether a rank's calls, numbered from `first` on, are calls that the other ranks make later."""
     for shift in range(1, len(expected)):
         pairs = [(place, expected.get(first + shift + at)) for at, place in enumerate(own)]
         known = [(place, other) for place, other in pairs if other is not None]

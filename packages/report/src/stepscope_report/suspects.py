@@ -3,7 +3,7 @@
 A process is compared with others of its role, a call of a tool with other calls of the tool, and the last
 trajectories with the others. Every saving comes from a replay of the critical path.
 
-One file above 500 lines: the kinds of culprits share the times of calls.
+This file has more than 500 lines, because all kinds of culprits use the same times of calls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LEAST_OF_CALLS = 20
 """A tool, a trajectory or a stage, whose times vary by nature, counts as a suspect if it costs at least 1 /
 LEAST_OF_CALLS of the step."""
 ENOUGH = 3
-"""Least number of trajectories for a comparison of the last with the others."""
+"""Least number of trajectories for a comparison of the last trajectories with the others."""
 _LONG = 3
 """A tool's call is long if it takes at least this many times the median of its kind."""
 NO_WORK = frozenset({"trajectory", "turn", PROFILING})
@@ -62,8 +62,8 @@ class Suspect(NamedTuple):
 
     kind: CauseKind
     ns: int | None
-    """Time by which the step would be shorter without the excess, or None if it is unknown whether the step
-    waited."""
+    """Time in ns by which the step would be shorter without the excess, or None if it is unknown whether the
+    step waited."""
     longer_ns: int
     """Time by which the suspect took longer than usual."""
     label: Label | None = None
@@ -242,7 +242,7 @@ class _Lineup:
     # Ranks for which others waited.
 
     def _skipped(self) -> Iterator[Suspect]:
-        """Yield the ranks that skipped a collective in which the others waited for long."""
+        """Yield the ranks that skipped a collective in which other ranks waited for long."""
         for skip in skipped_collectives(self._graph):
             if skip.late_ns * LEAST < self._window_ns:
                 continue
@@ -343,7 +343,8 @@ class _Lineup:
         stretches: Mapping[int, Mapping[Label, Sequence[int]]],
         since_ns: int,
     ) -> _Lateness:
-        """Return the time by which a rank was later than the others, and the stage in which it took longer.
+        """Return the time by which a rank came to a meeting later than the other ranks, and the stage that
+        made it late.
 
         Args:
             since_ns: Time of the rank's previous meeting, or of the step's begin.
@@ -388,8 +389,8 @@ class _Lineup:
         return tuple((end_ns, start_ns) for (_, end_ns), (start_ns, _) in pairwise(ran) if end_ns < start_ns)
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Return whether these calls have a quarter more tokens than the others' calls, at about the same
-        time per token.
+        """Return whether these calls have a quarter more tokens than the calls of the other ranks, at about
+        the same time per token.
         """
         one, rest = self._work(list(nodes)), [self._work(list(other)) for other in others if other]
         usual = middle(work.tokens or 0 for work in rest) if rest else 0
@@ -426,7 +427,8 @@ class _Lineup:
     def _straggler(
         self, label: Label, candidates: Mapping[int, Work], compared: Mapping[int, Work]
     ) -> Suspect | None:
-        """Return the slowest process of a stage if it is slower by a quarter than the median of the others.
+        """Return the slowest process of a stage if it is slower by a quarter than the median of the other
+        processes.
 
         If all calls state their tokens, processes are compared by the time for each token.
         """
@@ -490,7 +492,9 @@ class _Lineup:
         return (work.own_ns - usual) * LEAST >= self._window_ns and work.own_ns * 4 >= usual * 5
 
     def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
-        """Yield a process' numbers of calls and tokens, and the others', to show if it had more to do."""
+        """Yield the numbers of calls and tokens of a process and of the other processes, to show whether it
+        had more to do.
+        """
         others = [work for process, work in compared.items() if process != slowest]
         work = compared[slowest]
         if work.tokens and all(other.tokens for other in others):
@@ -512,7 +516,9 @@ class _Lineup:
     # Tools.
 
     def _slow_tools(self) -> Iterator[Suspect]:
-        """Yield tools with calls much longer than the others, or with a process slower than the others."""
+        """Yield tools that have calls much longer than their other calls, or a process slower than the other
+        processes.
+        """
         for label, by_process in self._works.items():
             if is_tool(*label) and not self._only_calls_tools(by_process):
                 suspect = self._slow_server(label, by_process) or self._long_calls(label, by_process)
@@ -570,8 +576,8 @@ class _Lineup:
     # Trajectories.
 
     def _late_trajectories(self) -> Iterator[Suspect]:
-        """Yield the last tenth of the trajectories if the others waited for 15 % of the rollout. The suspect
-        names the stage that took longer in the last trajectory.
+        """Yield the last tenth of the trajectories if the other trajectories waited for it for 15 % of the
+        rollout. The suspect names the stage that took longer in the last trajectory.
         """
         timeline, graph = self._timeline, self._graph
         roots = [
@@ -639,8 +645,8 @@ class _Lineup:
     def _longest_part(
         self, trajectory: str | None, others: Sequence[str | None]
     ) -> tuple[Label | None, int, int]:
-        """Return the stage with the largest excess in a trajectory over the others, its time there, and its
-        usual time. The stage is None if no stage has an excess.
+        """Return the stage in which a trajectory exceeds the other trajectories most, the time in that stage,
+        and the usual time. The stage is None if no stage has an excess.
         """
         times: dict[str | None, Counter[Label]] = {name: Counter() for name in (trajectory, *others)}
         for node, span in enumerate(self._timeline.spans):
@@ -691,7 +697,8 @@ class _Lateness(NamedTuple):
     members: tuple[int, ...]
     late_ns: int
     label: Label | None
-    """The stage in which the rank took longer than the others, or None if it was late outside of calls."""
+    """The stage in which the rank took longer than the other ranks, or None if it was late outside of
+    calls."""
     took_ns: int
     usual_ns: int
     cuts_ns: Mapping[int, int]
@@ -727,8 +734,8 @@ def _alike(
 ) -> list[tuple[Mapping[int, Work], Mapping[int, Work]]]:
     """Return pairs of (processes of a stage that may be stragglers, processes that they are compared with).
 
-    Profiled processes are compared with each other, and so are the others; a single process without a
-    profiler is compared with all.
+    Profiled processes are compared with each other, and processes without a profiler with each other. A
+    single process without a profiler is compared with all.
     """
     profiled = {p: work for p, work in by_process.items() if timeline.processes[p].profiled}
     others = {p: work for p, work in by_process.items() if p not in profiled}

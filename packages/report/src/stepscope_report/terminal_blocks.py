@@ -17,7 +17,7 @@ from stepscope_report.table import Block, Listing, Remarks, TextTable
 
 _SHARE = re.compile(r" (\S+ %)$")
 ROWS = 2 * LISTED
-"""Number of rows that are printed of a table that may be cut; the others are counted."""
+"""Number of rows that are printed of a table that may be cut. The number of further rows is printed too."""
 
 
 def draw(block: Block) -> RenderableType:

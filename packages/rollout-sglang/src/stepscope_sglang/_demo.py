@@ -13,7 +13,7 @@ class SglangReplica(EngineReplica):
     environment = {  # noqa: RUF012  # a ClassVar of the base
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",  # the replicas share the CPUs with the rest of the demo
+        "OMP_NUM_THREADS": "1",  # the replicas share the CPUs with the trainer and the actors
     }
 
     def build(self) -> None:

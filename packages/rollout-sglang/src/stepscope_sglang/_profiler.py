@@ -132,7 +132,7 @@ class SglangFactory(EngineFactory):
         return sorted(engines or alive, key=_order)
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
-        from stepscope_sglang._server import SglangServer  # import time: for servers alone
+        from stepscope_sglang._server import SglangServer  # imported here: only servers need it
 
         return SglangServer(url)
 

@@ -14,7 +14,7 @@ class VllmReplica(EngineReplica):
     environment = {  # noqa: RUF012  # a ClassVar of the base
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the replicas share the CPUs with the rest of the demo
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the replicas share the CPUs with the trainer and the actors
         "HF_HUB_OFFLINE": "1",
     }
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def doctor_rows() -> list[Row]:
     """Return a row on how to switch vLLM's profiler on, or no row if vLLM is not installed."""
-    from stepscope_report.doctor import Row  # import time: for `stepscope doctor` alone
+    from stepscope_report.doctor import Row  # imported here: only `stepscope doctor` needs it
 
     if find_spec("vllm") is None:
         return []

@@ -145,7 +145,7 @@ class VllmFactory(EngineFactory):
         return discovery.is_engine(engine)
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
-        from stepscope_vllm._server import VllmServer  # import time: for servers alone
+        from stepscope_vllm._server import VllmServer  # imported here: only servers need it
 
         return VllmServer(url, unedited.folder_of(config))
 

@@ -47,7 +47,7 @@ def only(error: ConfigError) -> ConfigError:
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """A struct whose fields are checked, and converted to their normal form, whenever it is made."""
+    """A struct that checks its fields, and converts them to their normal form, on construction."""
 
     _at: ClassVar[str] = ""
     """Dotted path of the section in the configuration. Errors show it when the section is constructed on its

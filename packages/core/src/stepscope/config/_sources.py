@@ -81,7 +81,7 @@ def file_layer(
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has a wrong setting. The error names the file.
     """
-    from stepscope.config._yaml import load  # imported here, because yaml costs 20 ms
+    from stepscope.config._yaml import load  # imported here, because yaml takes 20 ms
 
     data = load(path, named_by)
     refuse_verl(data, os.fspath(path))

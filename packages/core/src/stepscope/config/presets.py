@@ -71,7 +71,7 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
         installed: Returns the installed version of a distribution, or None. Entries that need a newer version
             are left out; with None, all entries are kept.
     """
-    from stepscope.config._yaml import load  # import time: yaml costs 20 ms
+    from stepscope.config._yaml import load  # imported here, because yaml takes 20 ms
 
     data = cast("dict[str, Any]", load(FRAMEWORKS / f"{name}.yaml", f"the preset {name!r}"))
     version = installed(data["distribution"])

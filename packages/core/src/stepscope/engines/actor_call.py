@@ -140,7 +140,8 @@ class ActorLine:
 # The code below runs in the actor's process, on a thread that Ray chooses.
 
 _jobs: dict[str, Future[object]] = {}
-"""{ticket: running work}. `begin` adds entries; `poll` removes finished ones and `abandon` the others."""
+"""{ticket: running work}. `begin` adds entries. `poll` removes finished work, and `abandon` removes
+unfinished work."""
 _abandoned: deque[tuple[str, bool]] = deque(maxlen=1000)
 """(ticket, cancel) of calls that were given up before they began: threaded and async actors begin calls in
 any order."""

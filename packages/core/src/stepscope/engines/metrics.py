@@ -58,8 +58,8 @@ class EngineMetrics:
         self._is_fresh = False
 
     def sources(self) -> Sequence[CounterSource]:
-        """Return a source for each counter. Sampling the first source reads the metrics for all, so sample
-        that one first. Closing it ends the thread.
+        """Return a source for each counter. Sampling the first source reads the metrics for all sources, so
+        sample the first source first. Closing the first source ends the thread.
         """
         levels = [_Metric(self, name, unit, "level") for name, unit in _LEVELS.items()]
         totals = [_Metric(self, name, "", "total") for name in _TOTALS]

@@ -151,7 +151,7 @@ class RayRollout(EngineProfilerBase):
         token, self._token = self._token, None
         if token is None:
             return []
-        step_dir = self._step_dir  # a later start may change it while this stop is at work
+        step_dir = self._step_dir  # a later start may change it before this stop has ended
         # The actor completes the stop even if the caller gives up, because the files are worth having.
         try:
             call = self._line.call(stop, self._place, token, waited_s.get(), keep=True)

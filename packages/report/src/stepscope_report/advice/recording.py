@@ -401,7 +401,7 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str | Non
 
     Args:
         worst: The process that took longest to open and close. None if unknown.
-        whose: Name of the process or replica that the others waited for. None if unknown.
+        whose: Name of the process or replica that the other processes waited for. None if unknown.
     """
     remedies = []
     cost = None if worst is None else worst.cost

@@ -145,7 +145,7 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
 
 
 def _tail_kind(cause: OtherCause) -> _TailKind:
-    """Return the kind of work that made the last trajectory longer than the others."""
+    """Return the kind of work that made the last trajectory longer than the other trajectories."""
     if cause.stage is None or cause.role is None:
         return "later"
     if cause.role == "reward" or (cause.kind == "queue" and "reward" in cause.stage):

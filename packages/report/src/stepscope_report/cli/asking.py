@@ -77,7 +77,8 @@ def asked_early(words: Sequence[str]) -> Iterator[Question | None]:
     None.
 
     Args:
-        words: The command line. Only its form is looked at, because the module that reads it is not imported.
+        words: The command line. Only simple forms are recognised, because the module that parses command
+            lines is not imported.
     """
     folders = [word for word in words[1:] if not word.startswith("-") and os.path.isdir(word)]
     if words[:1] != ["why"] or len(folders) != 1 or {"-h", "--help"} & {*words}:

@@ -147,8 +147,8 @@ class Group(_Lean, TyperGroup):
 
 
 class GroupWithDefault(Group):
-    """A group of commands that runs its first one if the command line names none: `trigger RUN` is `trigger
-    ask RUN`.
+    """A group of commands that runs its first command if the command line names no command: `trigger RUN` is
+    `trigger ask RUN`.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -215,7 +215,7 @@ def publish(
     """Give each step's figures (stages, idle, long tail, own cost) to TensorBoard, W&B, MLflow or OTel."""
     if not to.strip(" ,"):
         raise CommandError(f"publish to what? Name it: --to {','.join(WRITERS)}, or some of these")
-    os.umask(0o077)  # the files of writers are as private as the others in the run's folder
+    os.umask(0o077)  # files of writers are as private as all files in the run's folder
     try:
         writers = load_writers(to.split(","))
     except ConfigError as error:

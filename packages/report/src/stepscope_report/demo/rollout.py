@@ -99,7 +99,7 @@ class EngineReplica(ABC):
 
     @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Build the engine with the first weights, or reload it with later ones."""
+        """Build the engine at the first call; at later calls, reload the weights."""
 
         await asyncio.to_thread(write_checkpoint, Path(self.model_path), weights)
         if self._built:

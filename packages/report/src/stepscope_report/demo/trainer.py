@@ -93,8 +93,8 @@ class Trainer:
         return {"actor": self.actors, "ref": [self.reference]}
 
     async def set_up(self, warm_up: int) -> float:
-        """Connect the actors, warm up the policy, and send its weights to the others. Return the supervised
-        loss.
+        """Connect the actors, warm up the policy, and send its weights to the reference and the replicas.
+        Return the supervised loss.
         """
         port = await self.actors[0].serve.remote()
         await asyncio.gather(*(actor.join.remote(port) for actor in self.actors))
@@ -132,7 +132,9 @@ class Trainer:
         )
 
     async def _rollout(self, step: int) -> list[Trajectory]:
-        """Make `GROUP` attempts at each problem of the step, all at once. The replicas take them in turn."""
+        """Make `GROUP` attempts at each problem of the step, all at once. The attempts are assigned to the
+        replicas in turn.
+        """
         problems = [task.make_problem(self.rng, operations) for operations in task.OPERATIONS]
         attempts = [(index, attempt) for index in range(len(problems)) for attempt in range(GROUP)]
         return await asyncio.gather(
@@ -177,8 +179,8 @@ class Choice(NamedTuple):
 
 
 def choices(engine: str) -> list[Choice]:
-    """Parse `vllm`, or `vllm=/there/bin/python,sglang=/here/bin/python`. The replicas take the choices in
-    turn.
+    """Parse `vllm`, or `vllm=/there/bin/python,sglang=/here/bin/python`. The choices are assigned to the
+    replicas in turn.
     """
     parts = [part.partition("=") for part in engine.split(",")]
     return [Choice(name.strip(), python.strip() or None) for name, _, python in parts]

@@ -18,8 +18,8 @@ three times `LANE` high."""
 NAMED = 0.06
 """A mark shows its name if it takes at least this share of the chart's width."""
 LABELLED_STRIP = 9
-"""Height in pixels of a strip from which every row shows its name. Of lower strips, about one name in 64
-pixels is shown, and the pointer shows the others."""
+"""Height in pixels of a strip from which every row shows its name. In a lower strip, about one name in 64
+pixels is shown; the other names are shown under the pointer."""
 EARLY = 1000
 """A call is drawn as begun before the step if at least 1 / `EARLY` of the step lies between the two."""
 

@@ -105,8 +105,8 @@ RULES: Sequence[Rule] = (
 
 
 def step_advice(evidence: Evidence) -> Table[Advice]:
-    """Return the advice of all rules: alarms, then the rest by possible saving (largest first), then the
-    advice on the cost of the capture itself. Advice with equal savings keeps the order of `RULES`.
+    """Return the advice of all rules: alarms, then hints by possible saving (largest first), then the advice
+    on the cost of the capture itself. Advice with equal savings keeps the order of `RULES`.
     """
     given = [advice for rule in RULES if (advice := rule(evidence)) is not None]
 
@@ -118,7 +118,7 @@ def step_advice(evidence: Evidence) -> Table[Advice]:
 
 
 def advice_blocks(advice: Sequence[Advice], report: StepReport, of: str = "step") -> Iterator[Block]:
-    """Yield the advice in order of urgency, or nothing if no rule gave any. Savings are shares of `of`."""
+    """Yield the advice in order of urgency, if there is any. `of` names the whole that a saving is a share of."""
     if advice:
         total_ns = report.breakdown.window_ns
         yield Remarks("What to do", tuple(_remark(item, total_ns, of) for item in advice))

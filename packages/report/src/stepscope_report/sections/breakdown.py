@@ -330,8 +330,8 @@ def _account_row(shown: _Shown) -> tuple[str, ...]:
 
 
 def gap_table(breakdown: Breakdown) -> TextTable | None:
-    """Return the table of the largest gaps and the sum of the others. None if unaccounted time is below 1 %
-    of the step.
+    """Return the table of the largest gaps, with all smaller gaps summed in one row. None if unaccounted time
+    is below 1 % of the step.
     """
     unaccounted_ns = sum(gap.wall_ns for gap in breakdown.gaps)
     if unaccounted_ns * _LEAST < max(breakdown.window_ns, 1):

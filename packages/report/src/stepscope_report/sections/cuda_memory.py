@@ -178,7 +178,7 @@ def _cells(row: CudaMemory) -> tuple[str, ...]:
 
 
 def _holders(row: CudaMemory) -> list[tuple[str, ...]]:
-    """Return a table row for each holder, then one for the rest of the memory."""
+    """Return a table row for each holder, then a row for memory of no listed holder."""
     cells = [
         (size(holder.bytes), f"{holder.blocks:,}", holder.stage or "no span", holder.where or "no stack kept")
         for holder in row.holders

@@ -506,7 +506,7 @@ def request_table(rows: Sequence[Engine]) -> TextTable:
 
 
 def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
-    """Return the name of a row, with a `*` if a profiler recorded this replica but not all others."""
+    """Return the name of a row, with a `*` if a profiler recorded this replica but not every replica."""
     return starred(row.replica, row.profiled and not all(other.profiled for other in rows))
 
 

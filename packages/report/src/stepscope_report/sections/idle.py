@@ -183,7 +183,7 @@ class _Shift:
         self._piece = 0
         """Index of the current piece of the critical path."""
         self._waited = Counter[_Awaited]()
-        """Time so far on the critical path by label, which is what an idle process would have waited for."""
+        """{label: ns so far on the critical path}: the work that an idle process would have waited for."""
         self._since: dict[int, Counter[_Awaited]] = {}
         """Value of `_waited` at the time when a process became idle, by process."""
         self._stalls = _stalls_of_processes(timeline)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 WORST = 10
 LAST = (10, 5, 1)
-"""Parts of the trajectories in percent, counted from the last to end. `Hold` gives the waiting time of the
-others for each part."""
+"""Parts of the trajectories in percent, counted from the last to end. `Hold` has the time for which the other
+trajectories waited for each part."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,12 +121,12 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Number of the last trajectories: `percent` of all, rounded up."""
     held_ns: int
-    """Time from the end of the others to the end of the last trajectory, in ns."""
+    """Time from the end of the last other trajectory to the end of the last trajectory of all, in ns."""
 
 
 class Bubble(msgspec.Struct, frozen=True, kw_only=True):
     """Idle replicas in the tail: from the end of the first 90 % of the trajectories to the end of the last
-    one.
+    trajectory.
     """
 
     replicas: int
@@ -167,12 +167,13 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     last: int
     """Number of trajectories in the last tenth to end, rounded up."""
     held_ns: int | None
-    """Time from the end of the others to the end of the last tenth. None with fewer than two trajectories."""
+    """Time in ns from the end of the first nine tenths of the trajectories to the end of the last tenth. None
+    with fewer than two trajectories."""
     rollout_ns: int | None
     """Time from the start of the first trajectory to the end of the last. None if no trajectory ended."""
     holds: tuple[Hold, ...]
-    """Waiting time of the others for the last 10, 5 and 1 %. Empty with fewer than two trajectories. Left out
-    is a percentage that gives the same number of trajectories as the percentage before."""
+    """Time for which the other trajectories waited for the last 10, 5 and 1 %. Empty with fewer than two
+    trajectories. A percentage with as many trajectories as the percentage before is left out."""
     bubble: Bubble | None
     """Idle replicas in the tail. None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
@@ -405,8 +406,8 @@ def _in_flight(spans: Sequence[Span], start_ns: int, end_ns: int) -> float:
 
 
 def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
-    """Return the indices of the longest trajectories: first those that this step consumes, then
-    the others.
+    """Return the indices of the longest trajectories: first trajectories that this step consumes, then other
+    trajectories.
     """
 
     def place(index: int) -> tuple[bool, int, int]:

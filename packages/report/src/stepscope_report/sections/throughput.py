@@ -1,7 +1,7 @@
 """*Throughput*: tokens per second of a step's rollout and training, and the use of devices (MFU) by stage.
 
-Tokens come from `step_tokens`; without those, from attributes of spans; without those, from engines'
-counters. Number and names of the devices come from the manifest and the traces.
+Tokens come from `step_tokens`, else from attributes of spans, else from engines' counters. Number and names
+of the devices come from the manifest and the traces.
 
 MFU = FLOPs / (seconds of the stage * devices * peak FLOP/s). FLOPs are tokens * `flops_per_token`, of which
 the forward pass is a third (PaLM, appendix B); or they are counted from the operators of traces with shapes.

@@ -270,8 +270,8 @@ class Replay:
         start, end, callers = graph.start_ns, graph.end_ns, graph.caller
         before, meeting_of, last_of = graph.before, self._meeting_of, graph.last_of
         done = list(start)
-        """Time in the original step up to which each node has been replayed: its start, or the end of a call
-        below it."""
+        """Time in the original step (ns) up to which each node has been replayed: its start, or the end of a
+        call below it."""
         now = list(start)
         """The corresponding time in the replay."""
         begun, ended = list(start), list(end)

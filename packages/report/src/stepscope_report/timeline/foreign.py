@@ -144,8 +144,8 @@ def _with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
 def _phases(request: Span) -> Iterator[Span]:
     """Yield the phases of an engine's request, if the engine states the length of all of them.
 
-    The engine states no start times. The phases are placed without gaps so that the last one ends with the
-    last token; before them, the frontend read the prompt.
+    The engine states no start times. The phases are placed without gaps so that the last phase ends with the
+    last token. In the time before the phases, the frontend read the prompt.
     """
     if request.end_ns is None or request.dur_ns is None:
         return

@@ -1,6 +1,7 @@
 """Reading of a step's folder into its timeline.
 
-One file above 500 lines: each field of `Timeline` is made here, or by the function that is called here.
+This file has more than 500 lines, because it computes each field of `Timeline`, or calls the function that
+does.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ timeline that `stepscope merge` wrote.
 Only traces describe the processes. The rank comes from `distributedInfo` or from the recording, or else from
 the names of files and folders (`named`), or else it is unknown.
 
-One file above 500 lines: which files are traces, of whom, of which steps and on which clock is one question.
+This file has more than 500 lines, because the process, the steps and the clock of a trace are found together.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _P = TypeVar("_P")
 _R = TypeVar("_R")
 
 SMALL = 16 << 20
-"""Total size of files on disk below which child processes cost more time than they save."""
+"""Total size of files on disk, in bytes, below which child processes cost more time than they save."""
 _MOST = 8
 
 
@@ -82,7 +82,7 @@ def workers(jobs: int | None, size: int) -> Iterator[Executor | None]:
     executor = ProcessPoolExecutor(count, get_context("spawn"), initializer=_begin)
     try:
         yield executor
-    except BaseException:  # Ctrl-C too: the user does not wait for the rest of a large file
+    except BaseException:  # Ctrl-C too: the user does not wait until a large file is read
         executor.shutdown(wait=False, cancel_futures=True)
         for child in set(active_children()) - before:
             child.kill()

@@ -3,7 +3,7 @@
 Each span is a node, and has one caller, which waits for the node. The caller is the parent span, the span
 that made the request, or the owner's call that was running. Other nodes belong to the root of their process.
 
-One file above 500 lines: the nodes, their callers and what each waited for are one graph.
+This file has more than 500 lines, because nodes, callers and waits are parts of one graph.
 """
 
 from __future__ import annotations
@@ -326,7 +326,9 @@ class _Builder:
         return first if times.get(first, 0) * 2 >= times[main] else main
 
     def _not_awaited(self, nodes: Iterable[int], waits: Sequence[int]) -> list[int]:
-        """Place each call that ends in one of these waits in that wait, and return the others."""
+        """Place each call that ends in one of these waits in that wait. Return the calls that end in no
+        wait.
+        """
         left, ends = [], [self._end[wait] for wait in waits]
         for node in nodes:
             place = bisect_left(ends, self._end[node])
@@ -421,7 +423,7 @@ class _Builder:
     def _meetings(self) -> Iterator[tuple[int, ...]]:
         """Yield the calls that end together in all processes that run their stage, and begin apart.
 
-        Such calls end in a collective. Collectives on record are identified by group and number. Other calls
+        Such calls end in a collective. Recorded collectives are identified by group and number. Other calls
         count only if they have no calls below them and if all calls of their stage end together. Requests of
         a rollout do not count, because aborted requests end together. Calls without an end do not count.
         """
@@ -496,9 +498,9 @@ class _Turn(NamedTuple):
     """A call of one stage in each process."""
 
     apart_ns: int
-    """Time from the first begin to the last one."""
+    """Time in ns from the first begin to the last begin."""
     spread_ns: int
-    """Time from the first end to the last one."""
+    """Time in ns from the first end to the last end."""
     whole_ns: int
     """Time from the first begin to the last end."""
     overlaps: bool

@@ -168,8 +168,8 @@ def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Tra
     """Return (size of the pool of tools, trajectories without their waits for a tool). The size is None if no
     tool waited.
 
-    A wait is inside the tool's span if a span below shows that. A wait can also come before the tool: the end
-    of a gap, as far as all places of the pool were taken.
+    A wait is inside the tool's span if a span below shows that. A wait can also be before the tool's span:
+    the end of the gap before the tool, for as long as all places of the pool were occupied.
     """
     tools = [call for trajectory in trajectories for call in trajectory.calls() if call.kind == "tool"]
     worked = [(call.start_ns + call.wait_ns, call.end_ns) for call in tools]
@@ -210,7 +210,7 @@ def _shortened(trajectory: Trajectory, full: Sequence[_Pair]) -> tuple[Phase, ..
 
 
 def _waited(phase: Phase, full: Sequence[_Pair]) -> int:
-    """Return how long all places of the pool were taken before a phase, in ns, at most the phase's gap."""
+    """Return how long all places of the pool were occupied before a phase, in ns, at most the phase's gap."""
     start_ns = phase.calls[0].start_ns
     place = bisect_right(full, (start_ns, 0)) - 1
     if place < 0 or full[place][1] < start_ns - _HAND_OVER_NS:

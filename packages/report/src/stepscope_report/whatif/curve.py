@@ -142,8 +142,8 @@ _LEAST = 1e-6
 _ENOUGH = 5
 """Number of requests from which a replica gets a speed of its own."""
 _ROUNDING = 1e-12
-"""Smallest share of all tokens that a generation is taken to have been served. Rounding of the running sums
-could otherwise make the tokens of a generation zero or negative."""
+"""Lower bound of a generation's tokens, as a share of all tokens. Rounding of the running sums could
+otherwise make the tokens of a generation zero or negative."""
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -220,8 +220,8 @@ class _Pass(NamedTuple):
     requests: int
     """Number of requests that the engine had admitted."""
     ns: int
-    """Duration. If the pass continues a request that had begun before, the time since the previous pass is
-    included."""
+    """Duration in ns. If the pass continues a request that had begun before, the time since the previous pass
+    is included."""
     tokens: int
     """Output tokens of the pass."""
     decoding: int

@@ -1,19 +1,22 @@
 """Predictions of a step's duration: the measured step, its replay without changes, and its replay with
 changes.
 
-The prediction is the measured duration times the ratio of the changed replay to the unchanged one. In a
-replay, a generation ends when it has been served its tokens. The service curve is the one that recorded
-forward passes measured, else a fitted one (`curve`). If the unchanged replay then differs from the measured
-step by more than 3 %, each generation needs the tokens that the curve gives for its measured duration (`work:
-durations`). If spans show a queue for replicas, both ways are tried with the queue first, then as if replicas
-served all requests at once. If nothing fits, or the tokens explain the durations badly, there is no
-prediction.
+The prediction is the measured duration times the ratio of the changed replay to the unchanged replay. In a
+replay, a generation ends when its replica has served all its tokens. The speed of a replica is a service
+curve, measured from recorded forward passes if there are any, else fitted (`curve`).
+
+Models are tried until the unchanged replay differs from the measured step by at most 3 %: with the measured
+curve, then with the fitted curve; with each curve, first with the queue that spans show, then as if a replica
+served all requests at once; and in each of these cases, first with the recorded tokens as work of a
+generation, then with the tokens that the curve gives for its measured duration (`work: durations`). If no
+model fits, or the tokens explain the durations badly, there is no prediction.
 
 The interval holds 95 % of the ratios, by Student's t of their logarithms over a few rounds. Each round draws
 trajectories with replacement, fits the curve to them, and replays them without and with the changes. To
-include the residual of the fit, each round takes the work of a generation from a random point between its
-tokens and its duration. Outside of the measured numbers of requests, each round takes the curve from a random
-point between its bounds. The misfit of the unchanged replay is added to both ends of the interval.
+include the residual of the fit, a round draws the work of each generation at random between its tokens and
+the work by its duration. For numbers of requests that were not measured, a round draws the curve at random
+between the lower and the upper bound. The misfit of the unchanged replay is added to both ends of the
+interval.
 """
 
 from __future__ import annotations

@@ -138,6 +138,6 @@ def outcomes(figures: StepScalars) -> list[str]:
 def _write(writer: ReportWriter, reported: ReportedStep) -> str | None:
     try:
         writer(reported)
-    except Exception as error:  # an unreachable store must not keep the figures from the others
+    except Exception as error:  # an unreachable store must not keep the figures from other stores
         return f"{type(error).__name__}: {error}"[:500]
     return None

@@ -261,7 +261,7 @@ class Session:
         """Ask the schedulers for their times and counts, which only the plugin shows."""
         recording = self.recording
         if not _versions.older(recording.facts.version, _versions.PLUGINS_SINCE):
-            with suppress(Exception):  # from any library; without states, the files are used alone
+            with suppress(Exception):  # from any library; without states, only the files are used
                 recording.states = self.target.states(self.patience_s)
 
     def _remove_folder(self) -> None:
@@ -284,8 +284,8 @@ def owed_by(engine: object) -> list[Session]:
 
 
 def hand_in_late() -> None:
-    """Publish files that were written after the end of their captures. An error of one session does not stop
-    the others.
+    """Publish files that were written after the end of their captures. An error of one session does not keep
+    the other sessions from being published.
     """
     with _entering:
         for session in tuple(_owed):

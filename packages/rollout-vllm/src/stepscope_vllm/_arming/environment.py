@@ -199,7 +199,7 @@ def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None
 
 
 def _ascend_by_environment() -> bool:
-    from stepscope_vllm._driving import ascend_profiler  # import time: for vLLM 0.13 and newer alone
+    from stepscope_vllm._driving import ascend_profiler  # imported here: only vLLM 0.13 and newer need it
 
     ascend = ascend_profiler.installed()
     return ascend is not None and ascend.by_environment

@@ -77,7 +77,7 @@ def aim(worker: Any, spec: Spec) -> None:
         RuntimeError: the worker is recording.
         OSError: the folder cannot be made or written.
     """
-    from stepscope.backends.torch import record_function_scopes  # import time: for the first capture alone
+    from stepscope.backends.torch import record_function_scopes  # imported here: only captures need it
     from stepscope_vllm._engine_side import plugin
 
     worker = getattr(worker, "worker", worker)  # an executor in this process passes a wrapper of its worker

@@ -56,12 +56,12 @@ def prepare(
     if in_event_loop():
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
     config = _configured(config)
-    alone = None
+    own_answer = None
     if _may_capture(config):
         # On this thread, because torch prints an error if its profiler first starts on another thread than
         # the one that imported torch.
-        alone = prepare_worker(PrepareRequest(config=config, run_id=identity.run_id(), role=role))
-    _wait_for(_prepare(config, workers, engines, role, alone))
+        own_answer = prepare_worker(PrepareRequest(config=config, run_id=identity.run_id(), role=role))
+    _wait_for(_prepare(config, workers, engines, role, own_answer))
 
 
 async def aprepare(
@@ -97,11 +97,11 @@ async def _prepare(
     workers: object,
     engines: object,
     role: str,
-    alone: PrepareAnswer | None,
+    own_answer: PrepareAnswer | None,
 ) -> None:
     """
     Args:
-        alone: The answer of this process, or None if this process is not prepared yet.
+        own_answer: The answer of this process, or None if this process is not prepared yet.
     """
     identity.mark_prepared()
     workers = None if omissions.none_meant(workers) else workers
@@ -110,7 +110,7 @@ async def _prepare(
     if not _may_capture(config):
         return
     try:
-        await _readiness().make_ready(config, workers, engines, role, alone=alone)
+        await _readiness().make_ready(config, workers, engines, role, own_answer=own_answer)
     except StepscopeError as error:
         if config.steps:
             raise

@@ -37,7 +37,7 @@ async def make_ready(
     role: str,
     *,
     edited: bool = True,
-    alone: PrepareAnswer | None = None,
+    own_answer: PrepareAnswer | None = None,
 ) -> None:
     """Check and warm up this process, its workers and its engines.
 
@@ -45,7 +45,7 @@ async def make_ready(
         edited: True if the program calls `prepare` itself, so that its roles are known and its workers are
             not busy. False for an unedited program, which waits at most `PATIENCE_S`; no answer is then not
             an error.
-        alone: The answer of this process, or None if this process is not prepared yet.
+        own_answer: The answer of this process, or None if this process is not prepared yet.
 
     Raises:
         ConfigError: as a capture on opening.
@@ -60,7 +60,7 @@ async def make_ready(
     deadline_s = max(patience_s, STARTING_S) if edited else min(patience_s, PATIENCE_S)
     request = PrepareRequest(config=config, run_id=identity.run_id())
     own, outcomes, engine_problems = await asyncio.gather(
-        _this_process(msgspec.structs.replace(request, role=role), alone),
+        _this_process(msgspec.structs.replace(request, role=role), own_answer),
         _workers(participants, request, deadline_s),
         asyncio.gather(*(_engine(engine, config, deadline_s) for engine in participants.profilers)),
     )
@@ -90,8 +90,8 @@ async def make_ready(
             failures.warn_once(reason, about=f"roles.{pattern}")
 
 
-async def _this_process(request: PrepareRequest, alone: PrepareAnswer | None) -> PrepareAnswer:
-    return await own_thread(prepare_worker, request) if alone is None else alone
+async def _this_process(request: PrepareRequest, own_answer: PrepareAnswer | None) -> PrepareAnswer:
+    return await own_thread(prepare_worker, request) if own_answer is None else own_answer
 
 
 async def _workers(

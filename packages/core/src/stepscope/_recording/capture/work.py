@@ -40,7 +40,7 @@ class CaptureWork:
         self.state: Literal["new", "opening", "open", "closing", "closed"] = "opening"
         self.session: Session | None = None
         self.result: CaptureResult | None = None
-        """The result, or None before the session is made."""
+        """The result, or None before the session exists."""
         self._asked = asked
         self._participants = participants
         self._claim = claim

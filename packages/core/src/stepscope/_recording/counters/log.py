@@ -107,7 +107,7 @@ class CounterLog:
         file = self._file
         if file is not None:
             self.sampler.ended = file.close
-            if self.sampler.is_over:  # it ended meanwhile, perhaps before `ended` was set
+            if self.sampler.is_over:  # the sampler ended meanwhile, perhaps before `ended` was set
                 file.close()
 
     def _end(self, file: FileIO, anchor: ClockAnchor) -> None:

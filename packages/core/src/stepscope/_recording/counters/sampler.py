@@ -141,7 +141,7 @@ class Sampler:
             return True
         try:
             thread.join(timeout_s)
-        except ours(RuntimeError):  # its start was interrupted; it ends once it runs
+        except ours(RuntimeError):  # the thread's start was interrupted; the thread ends once it runs
             pass
         return not thread.is_alive()
 
@@ -256,7 +256,7 @@ class Sampler:
         for source in sources:
             try:
                 source.close()
-            except ours():  # its samples are taken, so the error does not matter
+            except ours():  # the counter's samples are taken, so an error of `close` does not matter
                 pass
 
     def _tick(self) -> None:

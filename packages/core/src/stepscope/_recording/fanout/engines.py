@@ -159,7 +159,7 @@ class EngineGroup:
         self.outcomes = EngineOutcomes(session.layout, session.manifest_part)
 
     async def start(self, deadline_s: float) -> None:
-        """Start the selected replicas concurrently. A replica that hangs delays the others by at most
+        """Start the selected replicas concurrently. A replica that hangs delays the other replicas by at most
         `deadline_s`.
         """
         self._say_unreachable_ranks()

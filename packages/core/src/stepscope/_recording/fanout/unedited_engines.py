@@ -113,7 +113,7 @@ class UneditedEngines:
         try:
             answer = await private_loop.within(rollout.instrumented(), _ASK_S)
         except ours():
-            return {}  # its start will state the reason
+            return {}  # the start of its profiler will state the reason
         if answer and all(target is None for engines in answer.values() for _, target in engines):
             _answers[rollout.actor_id] = answer
         return answer

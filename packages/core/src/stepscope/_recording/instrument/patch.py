@@ -192,8 +192,8 @@ def note_failure(handle: Instrument, error: Exception) -> None:
     place = f"instrument({target}){handle.origin}"
     if handle.origin:
         missed[place] = failures.describe(error)
-    # All processes that import the framework lack the same functions, so only the first logs them. A capture
-    # logs the others.
+    # All processes that import the framework lack the same functions, so only the first process logs them. A
+    # capture logs functions that other processes lack.
     failures.note(place, error, aloud=not handle.origin or is_first())
 
 

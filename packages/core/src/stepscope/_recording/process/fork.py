@@ -17,10 +17,10 @@ from stepscope.files import storage
 
 TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
     (
-        "private loop",  # its thread is not in the child
+        "private loop",  # a forked child does not have the loop's thread
         "flight recorder",
         "visits",
-        "capture",  # recording is switched off before the rest
+        "capture",  # recording is switched off first
         "exporter",
         "hooks and programs",
         "late stops of engines",

@@ -177,7 +177,7 @@ def _request(connection: socket.socket, lines: Any, request: bytes, expected: by
 
 
 def _odd(communicator: _Communicator) -> Communicator | None:
-    """Return the communicator with only the ranks that differ from the others, or None if no rank differs."""
+    """Return the communicator with only the ranks that differ from most ranks, or None if no rank differs."""
     counts = {rank.rank: rank.collectives() for rank in communicator.ranks}
     usual = _usual(counts)
     ranks = [_missing(rank) for rank in communicator.missing_ranks]

@@ -106,7 +106,7 @@ class Ring(SpanMaker):
         return [span for span in self.copy().spans if span.end_ns is None]
 
     def drop_before(self, start_ns: int) -> None:
-        """Drop spans that ended before `start_ns`, and keep the others."""
+        """Drop the spans that ended before `start_ns`."""
         self._long = [span for span in self._long if not _ended_before(span, start_ns)]
         self._dropped_ns = max(self._dropped_ns, start_ns)
         try:

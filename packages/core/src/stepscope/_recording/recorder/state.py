@@ -289,7 +289,7 @@ def _ancestors() -> Iterator[int]:
         yield pid
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except ours(OSError, ValueError, IndexError):  # it has ended, or the system is not Linux
+        except ours(OSError, ValueError, IndexError):  # the process has ended, or the system is not Linux
             return
 
 

@@ -220,8 +220,8 @@ def line_of(step: RecordedStep, stages: dict[str, float], sampler: Sampler | Non
 
 
 def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the longest stages, and the sum of the others as one stage, because names may contain ids and
-    lines must be short.
+    """Return the longest stages, with all shorter stages summed as one stage, because names may contain ids
+    and lines must be short.
     """
     if len(stages) <= MOST_NAMES:
         return stages

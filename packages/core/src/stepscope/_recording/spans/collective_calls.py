@@ -290,7 +290,7 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
     for call in msgspec.json.decode(text, type=_Dump, strict=False).entries:
         group, number = call.process_group[0], call.collective_seq_id
         start_ns = call.time_created_ns - now.wall_ns + now.mono_ns
-        # A group that was made again has the name and the numbers of the old one.
+        # A group that was destroyed and made again has the name and the numbers of the old group.
         is_seen = abs(start_ns - by_python.get((group, number), 0)) < _BEFORE_NS
         is_own = call.profiling_name.startswith(_GLOO) and not call.is_p2p and not is_seen
         if not is_own or start_ns < since_ns:

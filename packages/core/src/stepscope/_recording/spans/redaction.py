@@ -12,8 +12,8 @@ from stepscope.files.values import AttrValue, attr_value
 
 MAX_KEY = 100
 MAX_COUNT = 64
-"""Largest number of attributes that are written for a span. The attribute `attributes_left_out` counts the
-rest."""
+"""Largest number of attributes that are written for a span. The attribute `attributes_left_out` has the
+number of further attributes."""
 REDACTED = "[redacted]"
 
 hook: Callable[[str, AttrValue], AttrValue] | None = None

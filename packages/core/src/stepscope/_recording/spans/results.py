@@ -75,7 +75,7 @@ class Unbegun(Begun):
         return cast(Coroutine, coroutine)
 
     def stand_in(self, made: Any) -> object:
-        """Give `made`, the coroutine that awaits this one, the same name, and return it."""
+        """Set the name of this coroutine on `made`, the coroutine that awaits it. Return `made`."""
         coroutine = cast(Coroutine, self._coroutine)
         made.__name__, made.__qualname__ = coroutine.__name__, coroutine.__qualname__
         return made

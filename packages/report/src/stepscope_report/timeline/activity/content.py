@@ -125,7 +125,7 @@ class ProfilerStep(msgspec.Struct):
     h2d_us: float | None = None
     """Time of copies from the host to a device, or None if the trace has none."""
     idle: dict[GapKind, float] = {}
-    """Time in which a device had nothing to run, by cause, summed over the devices."""
+    """{cause: time in us in which a device had nothing to run}, summed over the devices."""
 
 
 class LabelTime(msgspec.Struct):
@@ -242,5 +242,5 @@ class TraceContent(msgspec.Struct, kw_only=True):
     gaps: list[DeviceGaps] = []
     """Gaps of the devices by cause, call and place, the longest total first."""
     labels: list[LabelTime] = []
-    """Time by label. A label comes before the labels in it."""
+    """Times of each label. A label comes before the labels inside it."""
     problems: dict[str, int | None]

@@ -145,7 +145,7 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
 
 
 _ASYNC, _MEMORY = "\0", "\1"
-"""Categories of events that are no slices, which no slice has."""
+"""Categories that only other events than slices have."""
 
 
 class _Begin(msgspec.Struct, tag_field="ph", tag="b", gc=False):
@@ -484,7 +484,8 @@ class Reading:
         """Add operators, and the ranges that nest with them.
 
         Args:
-            special: Indices of the events that are not operators without shapes.
+            special: Indices of all other events than operators without shapes: operators with shapes, and
+                ranges.
         """
         events, starts_us, durs = self._believed(given)
         one_by_one = special if len(events) == len(given) else range(len(events))
@@ -629,7 +630,7 @@ class Reading:
                 kernel.count += totals.calls
                 kernel.total_us += totals.total_us
                 kernel.max_us = max(kernel.max_us, totals.max_us)
-        if not self._linked:  # other readers put graphs and groups on a track, whose launches differ
+        if not self._linked:  # slices of other readers may stand for graphs or groups of launches
             self._launches.ran(work.rows.correlations, work.rows.starts)
         talks = {number for number, kind in enumerate(works) if kind == "communication"}
         copies = {number for number, name in enumerate(known) if _TO_DEVICE.search(name)} - talks

@@ -401,7 +401,7 @@ MARGIN_US = MARGIN_NS / 1000
 _WALL_NS = range(946_684_800 * 10**9, 4_102_444_800 * 10**9)
 """The years 2000 to 2099, in unix ns."""
 FARTHEST_NS = 1 << 62
-"""Times beyond 146 years (of uptime, or since 1970) are taken for garbage."""
+"""Times beyond 146 years (of uptime, or since 1970) count as invalid."""
 FEW = 50
 """Number of times that are read to find the clock of a file; fewer if the file has fewer."""
 NOT_NEAR = "events more than an hour from the step, or from all others"

@@ -160,9 +160,9 @@ class Call(NamedTuple):
     waits: bool
     """True if no rank leaves the collective before all have entered."""
     ranks: int
-    """Number of ranks of the group, or 0 if the trace does not say."""
+    """Number of ranks of the group, or 0 if the trace does not state it."""
     bytes: int
-    """Size as nccl-tests counts it, or 0 if the trace does not say."""
+    """Size in bytes as nccl-tests counts it, or 0 if the trace does not state it."""
 
 
 def calls_in(events: bytes) -> Iterator[Call]:
@@ -334,7 +334,7 @@ def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
             if event is not None:
                 yield event
         else:
-            # An event that continues in the next block began at the last brace, or at the one before it.
+            # An event that continues in the next block began at the last brace, or at the brace before.
             start = max(done, text.rfind(b"{", 0, max(0, text.rfind(b"{"))))
         text = text[start:] if len(text) - start < _LONGEST else b""
 

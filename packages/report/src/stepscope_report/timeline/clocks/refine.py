@@ -111,7 +111,7 @@ class _HostClock(msgspec.Struct, eq=False):
 
     host: str
     owner: bool
-    """True if this is the owner's clock, to which the others are aligned. It needs no samples."""
+    """True if this is the owner's clock, to which the other clocks are aligned. It needs no samples."""
     processes: list[int]
     """Indices of the sources on this host."""
     first_ns: int
@@ -129,7 +129,7 @@ class _HostClock(msgspec.Struct, eq=False):
 def _clocks_of(
     sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference
 ) -> Iterator[_HostClock]:
-    """Yield the clock of the reference's host, then the others by host.
+    """Yield the clock of the reference's host, then the clocks of the other hosts by name.
 
     A host is left out if the samples of its processes contradict each other, or if its clock was set.
     """

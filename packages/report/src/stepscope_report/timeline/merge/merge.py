@@ -41,7 +41,7 @@ from stepscope_report.timeline.trace_files import StepFiles, TraceFile, find_tra
 NOT_SELECTED = "of another role or rank"
 EVERYTHING = Selection()
 _BATCH = 1000
-"""Number of spans that are held as events at once."""
+"""Number of spans that are in memory as events at once."""
 _RESERVE = 1 << 16
 """Number of bytes of the size limit that are reserved for the metadata at the end."""
 
@@ -193,8 +193,8 @@ def merge_step(
 ) -> Merged:
     """Write the timeline of one captured step, for ui.perfetto.dev and chrome://tracing.
 
-    Memory is bounded whatever the size of the traces: only spans are held. If interrupted, it removes its
-    partial output and keeps any previous timeline.
+    The memory does not depend on the size of the traces, because only spans are in memory. If interrupted, it
+    removes its partial output and keeps any previous timeline.
 
     Args:
         path: A step's folder.

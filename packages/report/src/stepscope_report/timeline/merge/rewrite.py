@@ -28,8 +28,8 @@ _FEW = 24
 _REPEATED = 1000
 """Number of metadata events that are cached: some writers repeat them with every event of a device."""
 _CYCLE = 512
-"""Number of bytes at the beginning that show a repetition if they recur: the first turn is decoded, and the
-others are compared with it."""
+"""Number of bytes at the beginning of a batch. If they recur in the batch, its metadata may be one text
+repeated: the first copy is decoded, and the other copies are compared with it."""
 _APART = ("M", "C")
 _APART_PHASE = re.compile(r'"ph"\s*:\s*"[{}]"'.format("".join(_APART)).encode())
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')

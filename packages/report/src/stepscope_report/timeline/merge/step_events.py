@@ -2,7 +2,7 @@
 
 Spans are on tracks above the profilers'. Each counter is a track in its process' row.
 
-One file above 500 lines: an arrow needs the tracks on which the spans and the passes at its ends were drawn.
+This file has more than 500 lines, because an arrow needs the tracks of the spans and passes at its two ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Interval(NamedTuple):
     start_ns: int
     end_ns: int
     parent: int | None
-    """Index of the interval that contains it, if any."""
+    """Index of the parent interval, or None if there is none."""
 
 
 def pack(intervals: Sequence[Interval]) -> list[int]:

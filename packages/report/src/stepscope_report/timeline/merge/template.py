@@ -243,7 +243,7 @@ class Template:
         written = _TIME.search(array)
         if min(times) < 0 or written is None:
             return None
-        self._place.at(int(times[0]) * 1000)  # the first one decides where an unaligned row is
+        self._place.at(int(times[0]) * 1000)  # the first time decides where an unaligned row is
         first, last = self._bounds()
         at = [self._place.at(us * 1000) for us in (earliest, latest)]
         if any(position is None or not first * 1000 <= position <= last * 1000 for position in at):

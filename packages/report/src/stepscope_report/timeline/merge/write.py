@@ -32,7 +32,7 @@ class TimelineFile:
 
     def __init__(self, file: BinaryIO, base_ns: int, *, packed: bool = True) -> None:
         """Begin a timeline in `file`, as gzip if `packed`, else as plain JSON."""
-        from isal import isal_zlib  # for import time: reports import this package and write no timeline
+        from isal import isal_zlib  # imported here, because reports import this package and write no timeline
 
         # Level 1 of igzip: 1,000 MB/s, and a tenth of the size of such JSON. With less memory it is slower.
         self._deflate = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP, 9)

@@ -192,7 +192,8 @@ class ChromeTrace:
 
     def _close(self, trailer: bytes | None, fields: dict[str, msgspec.Raw]) -> None:
         if trailer is None:
-            # The format lets a list of events alone go on: NCCL's profiler never ends it.
+            # In this format, a file that is only a list of events need not close the list: NCCL's profiler
+            # never does.
             if not self._may_stop:
                 self.notes.file("cut off: its list of events does not end")
         elif trailer.strip(_NOTHING):

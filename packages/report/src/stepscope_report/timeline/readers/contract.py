@@ -230,7 +230,7 @@ class Reader(Protocol):
 
 
 class Readers:
-    """Readers in the order in which they are asked, with the problems of those that fail.
+    """Readers in the order in which they are asked, with the problems of readers that fail.
 
     Readers of other packages come first, by name, because they know their files better.
     """

@@ -1,8 +1,8 @@
 """Reader of OTLP JSON: spans that other tracers exported, as the collector's file exporter writes them.
 
 A file holds one `ExportTraceServiceRequest` a line, or a single one over many lines. Field names are
-lowerCamelCase, as the specification says. Texts are dropped unless `_TEXTS` lists them, because prompts and
-completions stand in attributes.
+lowerCamelCase, as the specification says. Texts are dropped unless `_TEXTS` lists them, because attributes
+may contain prompts and completions.
 """
 
 from __future__ import annotations
