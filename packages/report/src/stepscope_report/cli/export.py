@@ -118,7 +118,7 @@ def write_tables(arrow: Any, folder: Path, steps: Iterable[OpenStep], *, numbere
         for name in written.rows:
             os.replace(_file(unfinished, name), _file(folder, name))
         for name in written.left_out:
-            _file(folder, name).unlink(missing_ok=True)  # it would be taken for a file of this export
+            _file(folder, name).unlink(missing_ok=True)  # readers would read an old file too
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return written

@@ -166,7 +166,7 @@ def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
     if not timeline.processes[counter.process].aligned:
         return list(pieces)
     start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
-    if counter.kind == "interval" and times and times[0] > end_ns:  # it came late, and covers the whole step
+    if counter.kind == "interval" and times and times[0] > end_ns:  # a late sample that covers the step
         return [Piece(start_ns, end_ns, counter.values[0])]
     return [
         Piece(max(piece.start_ns, start_ns), min(piece.end_ns, end_ns), piece.value)
