@@ -119,7 +119,8 @@ class NpuBackend:
     def start(self, window: Window) -> None:
         self._held.refuse_second()
         npu_window = self._make(window)
-        _operators.leave(npu_window.options.torch_npu)  # leave a window that another thread stopped
+        # Another thread may have stopped this thread's window: stop recording operators here.
+        _operators.leave(npu_window.options.torch_npu)
         self._held.begin(npu_window)
         if npu_window.options.records_operators:
             self._join_operators(npu_window)

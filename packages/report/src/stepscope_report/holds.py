@@ -195,13 +195,15 @@ class Holds:
         held = {name: self.ns(process, name, [*every, *suspect.spells]) for name in _HOLDS}
         held[CORE_WAIT] = 0
         held[DISK_SLEEP] = self.ns(process, DISK_SLEEP, of_thread[pid])
-        meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send the data
+        # A collective: other threads send its data.
+        meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)
         most_ns = sum(
             self.at_most_ns(process, pairs, thread, sampled=not meets)
             for thread, pairs in of_thread.items()
             if thread == pid or (process, thread) in self._core_waits
         )
-        if self._works_longer(suspect, most_ns):  # its peers lacked a core too
+        # The suspect would be slow also with as many cores as its peers.
+        if self._works_longer(suspect, most_ns):
             most_ns = 0
         else:
             held[CORE_WAIT] = sum(self.core_ns(process, pairs, at) for at, pairs in of_thread.items())

@@ -316,7 +316,7 @@ def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dic
             above = timeline.spans[above].parent
     sums: dict[_Key, Tokens] = defaultdict(Tokens)
     for index in stated:
-        if index not in around:  # spans around a request repeat it or add up several
+        if index not in around:  # a span around requests states the same tokens again, or their sum
             span = timeline.spans[index]
             tokens = sums[owner_of(span)]
             tokens.add("requests", 1)

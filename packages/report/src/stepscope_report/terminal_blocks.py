@@ -68,7 +68,7 @@ class _Grid:
         gaps = len(self.headings) - 1
         rows, gap, least = self.rows, 3, self._least(self.rows)
         whole = [max(pair) for pair in zip(least, self._longest_words(), strict=True)]
-        if sum(whole) + gaps <= options.max_width:  # narrower gaps rather than broken names
+        if sum(whole) + gaps <= options.max_width:  # make the gaps narrower before names are broken
             least, gap = whole, 3 if sum(whole) + gap * gaps <= options.max_width else 1
         if sum(least) + gap * gaps > options.max_width:
             rows = [[_SHARE.sub(r"\n\1", cell) for cell in row] for row in rows]

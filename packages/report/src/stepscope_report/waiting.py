@@ -458,7 +458,8 @@ class Entered:
         group = next((group for group in own.groups if group.name == call.group), None)
         if group is None:
             return call, ()
-        if call.number is None:  # `recv 3<-0`, with the group's own rank numbers
+        # A send or receive such as `recv 3<-0`, whose ranks are numbers within the group.
+        if call.number is None:
             sender = call.op.partition("<-")[2]
             known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
             return call, (group.ranks[int(sender)],) if known else ()

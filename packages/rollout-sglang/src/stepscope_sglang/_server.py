@@ -103,7 +103,7 @@ class ServerTarget:
         """
         try:
             behind = workers_of(self._server.url, headers=self._server.headers, timeout_s=_ASK_S)
-        except EngineError:  # a server names no servers
+        except EngineError:  # a server has no list of servers, so this is no router
             return
         raise EngineError(
             f"{self._server.url} is a router before {', '.join(behind)}, and passes no profiling on to them. "

@@ -104,7 +104,7 @@ def unwatch() -> None:
 
 def uses_cuda() -> bool:
     torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)  # None while torch is being imported
+    cuda = getattr(torch, "cuda", None)  # the attribute is absent while torch is being imported
     return cuda is not None and bool(cuda.is_initialized())
 
 

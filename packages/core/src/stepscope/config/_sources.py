@@ -103,7 +103,8 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
     mistakes = Mistakes()
     # `finish.command` gets all three variables. STEPSCOPE_STEP alone is a typing error for STEPSCOPE_STEPS.
     reserved = RESERVED_VARIABLES if environ.keys() >= _FINISH else RESERVED_VARIABLES - _FINISH
-    for variable in sorted(environ):  # STEPSCOPE_TORCH before STEPSCOPE_TORCH__WITH_STACK, which overrides it
+    # Sorted, so that STEPSCOPE_TORCH__WITH_STACK is applied after STEPSCOPE_TORCH.
+    for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in reserved:
             path = variable.removeprefix(PREFIX).lower().split("__")
             *above, name = path
@@ -118,7 +119,7 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a line for each unknown `STEPSCOPE_*` variable, with the most similar known name."""
-    from stepscope.config._profile import ProfileConfig  # a cycle: _profile imports this module
+    from stepscope.config._profile import ProfileConfig  # imported here, because _profile imports this module
 
     lines = []
     for variable in sorted(environ):
@@ -137,7 +138,7 @@ def _is_setting(root: type[Section], path: list[str]) -> bool:
 
 
 def _value_of(root: type[Section], path: list[str], variable: str, text: str) -> object:
-    """Return the value of the setting at `path` that `text` spells."""
+    """Return the value of the setting at `path`, converted from the `text` of a variable."""
     *above, name = path
     owner: object = root
     for part in above:
@@ -152,7 +153,7 @@ def _value_of(root: type[Section], path: list[str], variable: str, text: str) ->
         if section_of(kind) or get_origin(kind) is dict:
             data = _decode(kind, text, field)
             parser(data, field) if parser else take(kind, data, field)
-            return data  # not converted yet, because it is merged with other layers first
+            return data  # a mapping is converted later, after it is merged with other layers
         return parser(text, field) if parser else convert(kind, text, field, from_text=True)
     except ConfigError as error:
         raise _located(error, variable) from None

@@ -336,7 +336,8 @@ def _save_path(given: object) -> str:
     path = "outputs/profile" if given is None else given
     if not isinstance(path, str):
         raise ConfigError("global_profiler.save_path", given, "the path of a folder", "write a path")
-    return os.path.abspath(os.path.expanduser(path))  # in verl, relative to each worker's folder
+    # In verl, a relative path starts at each worker's working directory.
+    return os.path.abspath(os.path.expanduser(path))
 
 
 class _Tree:

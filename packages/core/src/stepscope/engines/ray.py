@@ -269,7 +269,7 @@ async def stop(
     seat = _seats.get(_key(place))
     if seat is None or seat.token != token:
         raise EngineError("the actor restarted after the capture began: what it had recorded is lost")
-    waited_s.set(waited)  # for this asyncio task only
+    waited_s.set(waited)  # sets the limit of this asyncio task only
     return await seat.end(), dict(seat.profiler.ignored)
 
 

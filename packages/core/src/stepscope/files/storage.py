@@ -137,7 +137,7 @@ def append_whole(handle: int, size: int, data: bytes) -> int:
     try:
         while view:
             view = view[os.write(handle, view) :]
-    except BaseException:  # also an exception of a signal handler
+    except BaseException:  # BaseException, because a signal handler may raise
         os.ftruncate(handle, size)
         os.lseek(handle, size, os.SEEK_SET)
         raise

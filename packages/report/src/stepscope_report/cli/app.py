@@ -126,7 +126,8 @@ def run(arguments: Sequence[str], question: Question | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
+            # Names may contain characters that stdout's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
     began = time.monotonic()
     with screen.one_command():
         try:

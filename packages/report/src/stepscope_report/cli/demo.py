@@ -46,7 +46,8 @@ def demo(
 
     result = run_demo(path, steps=steps, seed=seed, engine=engine, on_progress=screen.say)
     captured = [layout for step in result.captured for layout in find_steps(result.save_path, step)]
-    merged = [merge_step(layout.root) for layout in captured]  # first, because pages link to what exists
+    # Merged first, because a page links only to files that exist.
+    merged = [merge_step(layout.root) for layout in captured]
     pages = Pages()
     reports = read_reports(captured, pages=pages, traces=True)
     pages.add_run(RunLayout(result.save_path), reports.steps, reports.unreadable)

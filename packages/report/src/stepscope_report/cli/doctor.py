@@ -146,7 +146,7 @@ def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
     try:
         config = resolve(file)
         if config.tool not in {point.name for point in machine.entry_points("stepscope.backends")}:
-            check_tool(config)  # names the tools that exist
+            check_tool(config)  # raises an error that names the existing tools
         check_finish(config)
     except ConfigError as error:
         return error

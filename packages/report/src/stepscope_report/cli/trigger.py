@@ -95,7 +95,7 @@ def ask(
     if switch.DISABLED:
         raise CommandError(f"{switch.VARIABLE} is set here, so nothing is asked for. Fix: unset it")
     make = partial(
-        stepscope.request_capture,  # the recorder is loaded here: 3 MB
+        stepscope.request_capture,  # this attribute loads the recorder, which takes 3 MB
         steps,
         roles=roles,
         ranks=ranks,

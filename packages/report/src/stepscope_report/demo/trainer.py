@@ -312,6 +312,6 @@ async def _train(
             rewards.append(result.reward)
             captures.append(cap)
         for cap in captures:
-            await asyncio.to_thread(cap.result.wait)  # until the traces are written
+            await asyncio.to_thread(cap.result.wait)  # wait until the traces are written
         await trainer.shut_down()
     return rewards

@@ -73,7 +73,7 @@ def _group(group: Group, lane: int, window_ns: int, colours: Colours) -> Iterato
     if len(group.rows) < group.processes:
         remarks.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
     yield tag("h3", group.role, tag("small", "; ".join(remarks)))
-    strip = max(2, min(10, 640 // max(len(group.rows), 1)))  # one or two screens hold all of them
+    strip = max(2, min(10, 640 // max(len(group.rows), 1)))  # so low that one or two screens show all strips
     height = strip if group.strips else lane
     every = 1 if height >= LABELLED_STRIP else 1 << (64 // height).bit_length() - 1
     for at, row in enumerate(group.rows):

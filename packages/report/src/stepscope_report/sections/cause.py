@@ -158,7 +158,8 @@ def explain(
     unexplained_ns = max(0, excess_ns - explained_ns)
     doubtful_ns = sum(one.longer_ns for one in longer) - sum(one.longer_ns for one in grown)
     doubtful_ns += holds.may_lack_ns(path)
-    if unexplained_ns * 2 > excess_ns and doubtful_ns * 2 >= unexplained_ns:  # cores may explain it as well
+    # A lack of cores may explain the excess as well.
+    if unexplained_ns * 2 > excess_ns and doubtful_ns * 2 >= unexplained_ns:
         found = [one for one in found if one.kind in _SURE or one.kind in _NOT_OF_CORES]
     elif unexplained_ns * 2 > excess_ns:
         gap = _longest_gap(path, unexplained_ns // 2)
@@ -330,7 +331,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
         longer = is_longer(call.dur_ns or 0, usual_call_ns)
-        cut_off = any(  # by the death of its process, so its real duration is unknown
+        cut_off = any(  # the death of the process ended the call, so its real duration is unknown
             names.label_of(span) == label
             for span in timeline.spans
             if span.end_ns is None and timeline.processes[span.process].closed_ns is None

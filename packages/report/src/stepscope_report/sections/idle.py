@@ -400,7 +400,7 @@ def _skews(activities: Iterable[TraceActivity], since_ns: int) -> dict[int, _Ske
             own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]
             last_ns, _, awaited = max(own, key=itemgetter(0, 2))
             for start_ns, end_ns, process in own:
-                of = waits[process]  # creates an entry even if the process never waits
+                of = waits[process]  # this creates an entry even if the process never waits
                 begin_ns = max(start_ns, since_ns)
                 if begin_ns < min(last_ns, end_ns):
                     of[awaited].extend((begin_ns, min(last_ns, end_ns)))

@@ -107,7 +107,8 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
     for mark in timeline.consumed:
         if mark.trajectory is not None and mark.step == timeline.step:
             one = consumed.setdefault(mark.trajectory, _Consumed())
-            version = (mark.attrs or {}).get("begun_version")  # the mark's own version is the trainer's
+            # `mark.policy_version` is the trainer's version.
+            version = (mark.attrs or {}).get("begun_version")
             one.see(mark.begun_step, version if isinstance(version, int) else None)
             one.under = None if mark.parent is None else timeline.spans[mark.parent].policy_version
     for span in timeline.spans:

@@ -351,7 +351,8 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
     for label, number in tokens.items():
         spans = by_label[label]
         one = ((span.start_ns, timeline.until_ns(span)) for span in spans if span.process == spans[0].process)
-        busy_ns = union_ns(placed(timeline, spans) or one)  # the time of one process, if no clock is aligned
+        # Without an aligned clock, the time of one process is used.
+        busy_ns = union_ns(placed(timeline, spans) or one)
         devices = hardware.of_spans(is_of(label))
         if label[0] in _OTHER_MODELS or devices is None or not busy_ns:
             continue

@@ -461,7 +461,7 @@ class GrowingTimeline:
 
 
 def _same(process: Process) -> ProcessClock:
-    """Return the clock of a process that runs beside a recorded one."""
+    """Return the clock of a process on the same host as the recorded `process`."""
     alignment = "same host" if process.clock.alignment == "owner" else process.clock.alignment
     return msgspec.structs.replace(process.clock, alignment=alignment)
 

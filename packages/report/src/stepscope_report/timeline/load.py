@@ -454,7 +454,7 @@ def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
         for part in parts
         for item in part.expected
         for artifact in item.artifacts
-        if artifact.kind != passes.KIND  # noting passes slows no process
+        if artifact.kind != passes.KIND  # notes of passes do not slow a process
     ]
     wrote = {(artifact.host, artifact.pid) for artifact in artifacts if artifact.pid is not None}
     replicas = {number for artifact in artifacts if (number := _replica(artifact, parts)) is not None}

@@ -408,8 +408,8 @@ def _extent(content: TraceContent) -> tuple[int, int]:
 
 
 def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> list[Aligned]:
-    """Align by wall clocks, and hosts of one run with each other by the collectives that both took part
-    in.
+    """Return the sources aligned by their wall clocks. Hosts of one run are also aligned by their common
+    collectives.
     """
     if not sources:
         return []

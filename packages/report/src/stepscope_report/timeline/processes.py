@@ -93,7 +93,7 @@ def workers(jobs: int | None, size: int) -> Iterator[Executor | None]:
 
 def _begin() -> None:
     """Prepare a child process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
     os.dup2(2, 1)  # output of a reader must not mix with the command's JSON
 
 

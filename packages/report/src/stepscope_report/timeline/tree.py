@@ -103,7 +103,7 @@ def _of_one(spans: Sequence[Span], members: Sequence[int]) -> Iterator[tuple[int
     makers = [index for index in members if spans[index].trajectory is not None and index not in linked]
     if len({spans[index].process for index in makers}) != 1:
         return
-    cause = makers[-1]  # the innermost: it opened last
+    cause = makers[-1]  # the innermost span is the one that opened last
     for index in members:
         if spans[index].process != spans[cause].process and not _has_cause(spans, index, members):
             yield cause, index
@@ -185,7 +185,7 @@ def end_issued(spans: Sequence[Span], processes: Sequence[Process]) -> None:
         last_ns = max(spans[at].start_ns for at in members)
         ranks = {processes[spans[at].process].info.rank for at in members}
         if threads is None or len(ranks) < len(members):
-            continue  # of several jobs, whose groups have the same names
+            continue  # these are the groups of several jobs, which have the same names
         waiting = [at for at in members if threads.waits(at, last_ns)]
         for at in (*waiting, *(at for at in members if waiting and spans[at].start_ns == last_ns)):
             _end(spans, at, last_ns + 1, threads.around(at, last_ns))

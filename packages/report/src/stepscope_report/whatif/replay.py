@@ -126,7 +126,8 @@ class _Replay:
         while events:
             at, order, kind, trajectory, call = heappop(events)
             if order < 0:
-                if replicas[order].ends_at == at:  # else out of date: requests came or went
+                # Otherwise requests came or went since, and the event is out of date.
+                if replicas[order].ends_at == at:
                     self._end_served(at, order)
             elif call is None:
                 self._next_phase(at, trajectory) if kind == _START else self._start(at)

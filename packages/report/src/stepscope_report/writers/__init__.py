@@ -61,7 +61,7 @@ def main(save_path: str, step: str, run_id: str, writers: str) -> int:
     """Publish one step of a run and return the exit code. `writers` is a list of names with commas between
     them.
     """
-    os.umask(0o077)  # files of writers are as private as the others in the run's folder
+    os.umask(0o077)  # files of writers are as private as all files in the run's folder
     run = RunLayout(Path(save_path))
     try:
         figures = publish_step(run, run.step(int(step)), run_id, load_writers(writers.split(",")))

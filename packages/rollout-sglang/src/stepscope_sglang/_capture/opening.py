@@ -108,7 +108,8 @@ def note_late_start(recording: Recording, target: Target) -> None:
     first = recording.plan.request["start_step"]
     try:
         begun = max(counts_in(target.states()), default=0)
-    except Exception as error:  # from any library; the recording has begun, so an error must not end it
+    # Any library may raise; the recording has begun, and an error here must not end it.
+    except Exception as error:
         recording.ignored["iterations.start"] = (
             f"whether recording began later than at pass {first} is not known: "
             f"{type(error).__name__}: {error}"

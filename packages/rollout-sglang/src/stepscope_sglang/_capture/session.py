@@ -150,7 +150,7 @@ class Session:
         except EngineDiedError:
             self._left = False
             raise
-        self._left = recording.facts.pp > 1  # until all pipeline ranks have written
+        self._left = recording.facts.pp > 1  # True until all pipeline ranks have written
         recording.closed = read_anchor()
         if not outcome.has_stopped_by_itself(recording):
             self._disarm()
@@ -261,7 +261,7 @@ class Session:
         """Ask the schedulers for their times and counts, which only the plugin shows."""
         recording = self.recording
         if not _versions.older(recording.facts.version, _versions.PLUGINS_SINCE):
-            with suppress(Exception):  # from any library; without states, only the files are used
+            with suppress(Exception):  # any library may raise; without states, only the files are used
                 recording.states = self.target.states(self.patience_s)
 
     def _remove_folder(self) -> None:

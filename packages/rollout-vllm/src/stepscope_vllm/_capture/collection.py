@@ -367,7 +367,7 @@ def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict
 
 def _kind(trace: Trace) -> str:
     if trace.is_recording:
-        return "npu_recording"  # the name in stepscope-npu
+        return "npu_recording"  # stepscope-npu uses the same name
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 
 

@@ -161,7 +161,7 @@ class EngineCalls:
 def _cores(client: Any) -> Callable[..., Any]:
     """Return a function that calls a method of all cores behind a client, on the engine's loop or thread."""
     inner = getattr(client, "engine_core", None)
-    if inner is not None:  # a core in this process
+    if inner is not None:  # the engine's core is in this process
         return lambda method, *args: [getattr(inner, method)(*args)]
     if not hasattr(client, "_call_utility_async"):
         return lambda method, *args: [client.call_utility(method, *args)]

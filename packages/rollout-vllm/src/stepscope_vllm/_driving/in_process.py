@@ -275,7 +275,8 @@ class InProcessTarget:
             "gzip": bool(self.settings.get("torch_profiler_use_gzip", True)),
             "delay": capture.iterations.start,
             "maximum": capture.iterations.count or 0,
-            "all_threads": here,  # generation runs on the user's thread, and the profiler on stepscope's
+            # Generation runs on the user's thread, but the profiler is started on stepscope's thread.
+            "all_threads": here,
         }
         method: Any = extension.aim if here else "stepscope_aim"
         self._aimed = Path(capture.out_dir)

@@ -193,7 +193,7 @@ def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None
     if trace.frontend or trace.rank is None or layout is None:
         return None
     if layout.external:
-        return trace.rank  # torch.distributed numbers the whole job
+        return trace.rank  # the rank in torch.distributed is the rank in the whole job
     place = _place(trace, trace.rank, layout)
     if place is None or place[1] is None:
         return None

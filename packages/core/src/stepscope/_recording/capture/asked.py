@@ -94,6 +94,6 @@ def _whole(value: Any) -> int | None:
         return None
     try:
         number = operator.index(value)
-    except ours():  # text, a float, a tensor of several numbers
+    except ours():  # for example text, a float, or a tensor of several numbers
         return None
     return number if number >= 0 else None

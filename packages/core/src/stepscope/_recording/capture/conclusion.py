@@ -183,7 +183,7 @@ def discard(asked: Asked, session: Session, reason: str) -> None:
 
 
 def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None], *, alone: bool) -> Manifest:
-    # Set before the manifest is read, so that a trace that fails meanwhile is logged at least once, perhaps
+    # Set before the manifest is read. A trace that fails meanwhile is then logged at least once, perhaps
     # twice.
     session.manifest_part.told = True
     manifest = session.manifest_part.write_last(session.layout, enter, alone=alone)
@@ -206,7 +206,7 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
         return
     has_peers = any(result.is_peer(part, session.process) for part in manifest.processes)
     if has_peers and not create_once(session.layout.logged(session.run_id, session.number)):
-        return  # two ranks that close at the same time may both be last
+        return  # of two ranks that close at the same time, only one logs the line
     line = result.summary(manifest, session.layout.root, session.config.save_path, files.apart)
     failures.tell("stepscope: %s%s", line, _about_torch())
 

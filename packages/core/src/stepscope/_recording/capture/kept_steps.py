@@ -37,8 +37,9 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
     """Begin a step in the flight recorder.
 
     Returns:
-        A function that ends the step, called with the exception that ended the step, its description, or
-            None. If the recorder could not be started, which is logged, None.
+        A function that ends the step. Call it with the exception that ended the step, with a description of
+            the exception, or with None. Instead of a function, None is returned if the recorder could not be
+            started, which is logged.
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:

@@ -76,7 +76,8 @@ class Lifecycle:
             session = _result(work.begin())
             if session is None:
                 return
-            undisturbed(session.prepare_profiler)  # here, because torch logs an error on another thread
+            # On this thread, because torch logs an error on another thread.
+            undisturbed(session.prepare_profiler)
             _result(work.open(session))
             undisturbed(partial(self._begin, work, session))
         except BaseException as error:
@@ -154,7 +155,7 @@ class Lifecycle:
     def _undo(work: CaptureWork, error: BaseException) -> Closing:
         """Return the arguments for closing a capture after an error in its opening."""
         if work.state in ("closing", "closed") and not is_users(error):
-            return Closing()  # the error is due to a close by other code
+            return Closing()  # other code has closed the capture, which caused the error
         reason = f"opening failed: {describe(error)}"
         return Closing(Ending("rollback", reason), discard=reason)
 
@@ -229,7 +230,7 @@ class Lifecycle:
 
     def _end(self, work: CaptureWork, closing: Closing) -> None:
         """Do the part of the closing that belongs to the caller's thread. Idempotent."""
-        if work.has_others:  # they stop at the same time as the profiler here
+        if work.has_others:  # workers and engines stop while the profiler of this process stops
             private_loop.submit(work.begin_stopping(closing))
         if work.session is not None:
             work.session.end(discard=closing.discard)

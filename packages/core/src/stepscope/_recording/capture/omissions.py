@@ -56,7 +56,8 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
                 "Fix: capture(step, workers={...}), the same as for prepare()"
             )
         worker = getattr(ray.get_runtime_context(), "worker", None)
-        if engines or worker is None or worker.mode != ray.SCRIPT_MODE:  # in an actor or a task
+        # This process runs an actor or a task, which need not have workers.
+        if engines or worker is None or worker.mode != ray.SCRIPT_MODE:
             return None
     except ours() as error:
         failures.note("asking Ray whether this is its driver", error)

@@ -99,7 +99,8 @@ class CaptureWork:
         """
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close(closing))
-        elif self._stopping is not None and closing.deadline_s is not None:  # at the end of the process
+        # This is a close at the end of the process.
+        elif self._stopping is not None and closing.deadline_s is not None:
             asyncio.get_running_loop().call_later(closing.deadline_s, self._stopping.cancel)
         await asyncio.shield(self._closing)
 
@@ -148,7 +149,8 @@ class CaptureWork:
 
     def _conclude(self, session: Session, closing: Closing) -> None:
         """Write the manifest, and log its problems. It is written again when later files arrive."""
-        session.write_cost()  # before the programs after the capture, which read it
+        # Written before the programs after the capture start, because they read the cost.
+        session.write_cost()
         if closing.discard is None:
             self._manifest = conclusion.conclude(self._asked, session, self._participants)
         else:

@@ -200,7 +200,8 @@ class GarbageShare(CounterSource):
         end."""
         self._read = 0
         times = map(self._times.setdefault, count(), iter(time.monotonic_ns, None))
-        self._called = partial(max, key=partial(next, times))  # max(phase, info) calls the key twice
+        # `max(phase, info)` calls its key for both arguments, so each call notes the time twice.
+        self._called = partial(max, key=partial(next, times))
         gc.callbacks.append(self._called)
 
     def read(self) -> None:
@@ -297,7 +298,8 @@ def _ticks() -> tuple[int, int]:
     """Return the busy time and the total time of all cores since boot, in clock ticks."""
     with open("/proc/stat", "rb") as file:
         user, nice, system, idle, iowait, *rest = map(int, file.readline().split()[1:])
-    busy = user + nice + system + sum(rest[:3])  # irq, softirq, steal; user includes guest
+    # `rest` begins with irq, softirq and steal; `user` includes guest.
+    busy = user + nice + system + sum(rest[:3])
     return busy, busy + idle + iowait
 
 

@@ -170,7 +170,7 @@ class EngineGroup:
         try:
             await _give_up_late_stops()
             full = await own_thread(self._session.over_budget) if selected else None
-        except ours() as error:  # a disk error, or no more threads
+        except ours() as error:  # for example a disk error, or no thread can be started
             failures.note("looking for room before a capture", error)
         if full is not None:
             for profiler in selected:
@@ -186,7 +186,8 @@ class EngineGroup:
 
     def _say_unreachable_ranks(self) -> None:
         if identity.place()[1] > 1:
-            return  # other processes have other replicas
+            # Each process of a launcher has other replicas, so another process may have these ranks.
+            return
         sizes = [(_number(profiler), profiler.world_size) for profiler in self._profilers]
         for rank, reason in selection.unreachable_in_engines(self._config, ROLE, sizes).items():
             self._manifest_part.lack(f"{ROLE} rank {rank}", reason, kind="selection")
@@ -199,7 +200,7 @@ class EngineGroup:
 
     async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
-        waited_s.set(deadline_s)  # for this asyncio task only
+        waited_s.set(deadline_s)  # sets the limit of this asyncio task only
         # Added before the start returns, so that a capture that is cancelled meanwhile stops this engine too.
         self._started.append(profiler)
         try:
@@ -216,7 +217,7 @@ class EngineGroup:
         # An engine whose start failed is stopped too, to clean up, but its manifest entry keeps the reason of
         # the failed start.
         started = self._manifest_part.state(label) != "failed"
-        waited_s.set(deadline_s)  # for this asyncio task only
+        waited_s.set(deadline_s)  # sets the limit of this asyncio task only
         stopping = asyncio.ensure_future(close_window(profiler))
         try:
             await asyncio.wait({stopping}, timeout=deadline_s)

@@ -128,7 +128,8 @@ class Worker:
             left = await self._fetch(capture_id, engine_files, home, left_s)
         except asyncio.TimeoutError:
             return self._outcome("failed", f"not fetched in time; its files are on {self.host}")
-        except (EngineError, OSError, RuntimeError) as error:  # RuntimeError: no threads at exit
+        # RuntimeError: no thread can be started at exit.
+        except (EngineError, OSError, RuntimeError) as error:
             return self._outcome("failed", f"{error}; the files that were not fetched are on {self.host}")
         return self._outcome("ok") if left is None else self._outcome("failed", left)
 

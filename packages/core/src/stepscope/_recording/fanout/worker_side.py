@@ -106,7 +106,7 @@ def _start(
 
 
 def _begin(session: Session) -> None:
-    if not session.ended:  # else a signal handler has ended it
+    if not session.ended:  # a signal handler may have ended the session
         session.prepare_profiler()
         session.start_profiler()
         activation.activate(session)
@@ -134,7 +134,8 @@ def stop_worker(request: StopRequest) -> bool:
     """
     if request.discard is not None:
         fetch.release(request.capture_id)
-    _stopped.add(request.capture_id)  # first, for a start on another thread, which then closes
+    # Set first, so that a start that runs on another thread closes its capture.
+    _stopped.add(request.capture_id)
     session = slot.active
     if not isinstance(session, Session) or session.capture_id != request.capture_id:
         return False

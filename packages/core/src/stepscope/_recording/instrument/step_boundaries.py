@@ -199,7 +199,7 @@ class Call:
         if not boundary.condition.holds(arguments, args, kwargs):
             self._kind = None
         elif _step is not None and (_step.is_around or self._kind == "around"):
-            self._kind = None  # a step within a step is a part of it
+            self._kind = None  # a step inside another step is a part of the outer step
         elif self._kind in ("around", "begin"):
             self.before = self._start()
         # Last, because the first capture in a worker configures the worker.
@@ -317,7 +317,7 @@ async def aswitch(change: Switch) -> None:
 def _note(doing: str, error: Exception) -> None:
     """Log an internal error, and store it as the reason if the program ends without a captured step."""
     opener = sys.modules.get(OPENER)
-    if opener is not None:  # None if its import failed
+    if opener is not None:  # None if the import of the module failed
         opener.failed(error)
     failures.note(doing, error)
 

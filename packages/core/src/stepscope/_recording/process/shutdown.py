@@ -61,7 +61,7 @@ def install() -> None:
     ):
         standing = signal.getsignal(signal.SIGTERM)
         if standing is None or standing == signal.SIG_IGN:
-            return  # a handler in C, or ignored on purpose
+            return  # the signal has a handler in C, or is ignored on purpose
         _before = standing
         signal.signal(signal.SIGTERM, on_sigterm)
 

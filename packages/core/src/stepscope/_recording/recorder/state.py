@@ -218,7 +218,8 @@ class _Calls:
                 ranked.append((counts[group], span))
                 first.setdefault(group, span)
             counts[group] += 1
-        ranked.sort(key=lambda item: item[0])  # first the oldest span of each place, then the second
+        # The oldest span of each place comes first, then the second oldest of each place.
+        ranked.sort(key=lambda item: item[0])
         kept = [span for _, span in ranked[:MOST]]
         shown = Counter(self._groups.get(id(span)) or (span.stage, span.role, None) for span in kept)
         return kept, {id(span): counts[group] - shown[group] for group, span in first.items()}

@@ -169,7 +169,8 @@ def _is_final(session: Session) -> bool:
         items = [item for process in manifest.processes for item in process.expected]
         if not any(item.pending in ("closing", "exporting") for item in items):
             return True
-        if part.manifest(layout) == manifest:  # else another rank has written its part meanwhile: write again
+        # Otherwise another rank has written its part meanwhile, so the manifest is written again.
+        if part.manifest(layout) == manifest:
             return False
 
 
@@ -178,7 +179,7 @@ def _capture_done(closed: ClosedCapture, result: object, session: Session) -> No
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
     if _promised(session) or closed.apart:
         _start_chores(session, closed)
-    _awaited.discard(session.step)  # last, once the work is queued
+    _awaited.discard(session.step)  # removed last, once the work is queued
 
 
 def _start_chores(session: Session, closed: ClosedCapture) -> None:
@@ -243,8 +244,8 @@ def end(reason: str, deadline_s: float, *, patient: bool) -> None:
     finally:  # after a second Ctrl-C too, no program may keep running
         for late in _commands.unfinished():
             late.give_up(f"unfinished at the end: {reason}")
-        _commands.drain(1)  # until the manifest has the outcome
-    _leave_hooks(reason, 1)  # `on_report` hooks, for figures that have come meanwhile
+        _commands.drain(1)  # wait until the outcome is in the manifest
+    _leave_hooks(reason, 1)  # then run `on_report` hooks, because figures may have arrived
 
 
 def _leave_hooks(reason: str, timeout_s: float) -> None:

@@ -319,7 +319,7 @@ class Session:
             return
         self._closed = True
         try:
-            self.end(discard=discard)  # ends what an opening has started meanwhile
+            self.end(discard=discard)  # an opening may have started recording meanwhile
             self.leave()
             self._write(ending, discard)
         finally:
@@ -462,7 +462,7 @@ def _close_spans(
 
 def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str | None) -> Expectation:
     truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
-    if not log.began:  # rolled back, or ended by a signal, before recording began
+    if not log.began:  # the opening failed, or a signal ended the session, before recording began
         reason = discard or "the capture was ended before it began"
         return Expectation(name="spans", kind="spans", state="skipped", reason=reason)
     if log.dropped or truncated:

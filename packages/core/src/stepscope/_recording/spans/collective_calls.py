@@ -158,7 +158,7 @@ def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
         if work is None:
             _begin(stage, attrs, start_ns, end_ns)
             return
-        if len(_issued) >= _SWEEP_AT or id(work) in _issued:  # the id of a freed Work
+        if len(_issued) >= _SWEEP_AT or id(work) in _issued:  # the id was reused, so its Work was freed
             sweep()
         issued = _Issued(work)
         issued.stage, issued.attrs, issued.start_ns, issued.end_ns = stage, attrs, start_ns, end_ns

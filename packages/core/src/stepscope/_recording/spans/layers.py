@@ -21,7 +21,8 @@ _COMPILED = "_torchdynamo_orig_callable"
 """Attribute of torch.compile's result whose value is the function to compile."""
 _DEEPEST = 50
 _READ = 3
-"""Depth to which functions of a decorator's module, which the decorator calls, are inspected too."""
+"""Depth of calls to which the functions that a decorator calls are inspected too, if they are in the
+decorator's module."""
 
 
 def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> FunctionType:
@@ -84,7 +85,7 @@ def _below(fn: FunctionType) -> FunctionType | None:
     shown = next((function for function in held if function is wrapped), None)
     if shown is not None:
         return shown
-    passes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS  # a decorator without functools.wraps
+    passes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS  # the decorator does not use functools.wraps
     return held[0] if len(held) == 1 and fn.__code__.co_flags & passes_all == passes_all else None
 
 

@@ -130,7 +130,7 @@ async def _to_its_end(held: Unbegun, scope: Scope, ended: Ended | None) -> objec
 
 
 def _return_to(before: Scope | None, scope: Scope) -> None:
-    if current.get() is scope:  # else another task or thread has closed the coroutine
+    if current.get() is scope:  # otherwise another task or thread has closed the coroutine
         current.set(before)
 
 

@@ -133,12 +133,12 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             token, self.token = self.token, None
             try:
                 _enter(self.parent) if token is None else _reset(token)  # a reset is cheaper
-            except ours(ValueError):  # in a copy of the context
+            except ours(ValueError):  # the token is of another context: this is a copy of the context
                 _enter(None)
             if error is not None:
                 try:
                     self.error = outcome_of(error)
-                except RecursionError:  # no depth left for the call
+                except RecursionError:  # the recursion limit leaves no depth for the call
                     self.error = type(error).__name__
             self.end_ns = end_ns  # set last, because the writing thread takes a span with an end as complete
         except BaseException as thrown:  # raised by a signal handler

@@ -103,7 +103,7 @@ def _marker() -> Callable[[str], AbstractContextManager[None]]:
 
     if not hasattr(_profiler, "_RecordFunctionFast"):
         return record_function
-    return lambda name: _profiler._RecordFunctionFast(name)  # the first window patches it
+    return lambda name: _profiler._RecordFunctionFast(name)  # the first window patches `_RecordFunctionFast`
 
 
 def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[str, str]]:
@@ -111,7 +111,8 @@ def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[
     import torch
 
     kinds = torch.profiler.ProfilerActivity
-    if kinds.__members__["CPU"] != kinds.CPU:  # SGLang replaces it with torch_npu's activity
+    # SGLang replaces `ProfilerActivity.CPU` with torch_npu's activity.
+    if kinds.__members__["CPU"] != kinds.CPU:
         raise BackendError(
             "other code has replaced torch.profiler.ProfilerActivity.CPU (SGLang does so on NPUs), and torch "
             "does not know the new value. Fix: tool: npu"
@@ -192,7 +193,8 @@ def leave_without_destructors() -> None:
     """
     library = _library()
     if hasattr(library, "on_exit"):
-        library.on_exit(library._exit, None)  # called with exit()'s status, before older ones
+        # Exit() calls this with its status, before functions that were registered earlier.
+        library.on_exit(library._exit, None)
 
 
 @cache

@@ -433,7 +433,7 @@ class Reading:
         others: list[Complete] = []
         special: list[int] = []
 
-        def put_special(event: Complete) -> None:  # all but operators without shapes
+        def put_special(event: Complete) -> None:  # called for all events except operators without shapes
             special.append(len(others))
             others.append(event)
 
@@ -672,7 +672,8 @@ class Reading:
         iteration = iteration_of(event.name, event.ts, event.dur)
         if iteration is not None:
             self.iterations[event.cat, event.pid, event.tid].append(iteration)
-        elif event.cat != "gpu_user_annotation":  # which repeats a range with the times on the GPU
+        # `gpu_user_annotation` repeats a range with the times on the GPU.
+        elif event.cat != "gpu_user_annotation":
             self.seen(event.ts, event.ts + event.dur)
             self._steps.add(event.name, event.ts, event.dur)
             self._name_range(event)
@@ -812,7 +813,7 @@ def _read(
 
 
 def _ran(operator: Operator) -> bool:
-    return operator.count > 0  # 0 if it ran only outside of the times that are read
+    return operator.count > 0  # 0 if the operator ran only outside of the times that are read
 
 
 def _by_own_time(operator: Operator) -> tuple[float, str, str]:

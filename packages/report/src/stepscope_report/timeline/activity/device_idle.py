@@ -24,7 +24,7 @@ from stepscope_report.timeline.activity.doubts import NEVER, Starts
 from stepscope_report.timeline.activity.intervals import CHUNK, Cover, Covered, Names, Pair, Slices, packed
 
 if TYPE_CHECKING:
-    from stepscope_report.timeline.activity.nesting import Nested  # imports the records of this module
+    from stepscope_report.timeline.activity.nesting import Nested  # a cycle: `nesting` imports this module
 
 GapKind: TypeAlias = Literal[
     "synchronisation", "data loader", "garbage collection", "compilation", "memory allocation", "copies",

@@ -186,7 +186,11 @@ def _rows(nodes: list[_Node], *, has_device: bool, launched: bool) -> list[Label
 
 
 def _with_below(nodes: list[_Node], which: str) -> array[float]:
-    """Return the time that the kernels of each label, and of all labels below it, cover."""
+    """Return for each node the time in us that kernels of its label, and of all labels inside, cover.
+
+    Args:
+        which: Attribute of `_Node`: `busy` for all kernels, `talked` for kernels that communicate.
+    """
     lengths = array("d", bytes(8 * len(nodes)))
     below: dict[int, list[Stretches]] = defaultdict(list)
     for number in range(len(nodes) - 1, 0, -1):

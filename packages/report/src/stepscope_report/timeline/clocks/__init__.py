@@ -61,7 +61,7 @@ class Line(NamedTuple):
 
     def _of_other(self, other_ns: int) -> int:
         wall_ns = other_ns
-        for _ in range(4):  # each time 2,000 times more exact
+        for _ in range(4):  # each iteration makes the error 2,000 times smaller
             wall_ns = other_ns + self.at(wall_ns)
         return self.at(wall_ns)
 
@@ -303,7 +303,8 @@ def _fit(
         last_ns = max(last_ns, reference.last_ns + near_ns + drift_ns)
     last_ns = max(last_ns, first_ns + 1)
     cases = list(_without_steps(samples, reference, jump_ns))
-    change_ns = (last_ns - first_ns) * DRIFT_PPM / (1_000_000 - DRIFT_PPM)  # on its own clock, which drifts
+    # The length is on the process' own clock, which drifts.
+    change_ns = (last_ns - first_ns) * DRIFT_PPM / (1_000_000 - DRIFT_PPM)
     lines = (fitted(list(map(_on_its_clock, case)), first_ns, last_ns, change_ns) for case in cases)
     fits = [(*line[2:], within_ns) for line, within_ns in filter(None, lines)]
     if not fits:  # the samples contradict each other, so any value between them is possible

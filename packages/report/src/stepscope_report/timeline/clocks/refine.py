@@ -91,8 +91,9 @@ def read_world(part: tuple[str, list[Path]]) -> Collectives:
 def _collectives_elsewhere(
     sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
 ) -> Known:
-    """Return the collectives of processes whose traces are only on other machines. Lost machines give
-    none.
+    """Return the collectives of processes whose traces are only on other machines, by index of the source.
+
+    A process has no collectives if its machine is lost.
     """
     elsewhere = files_elsewhere(executor).keys()
     far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
@@ -419,7 +420,7 @@ def _against_owner(
     """
     left = list(clocks)
     while left:
-        root = left[0]  # the owner's clock, if it is left
+        root = left[0]  # the owner's clock, if it is not in an earlier group
         known = _around(root, leads)
         left = [clock for clock in left if clock not in known]
         if len(known) == 1:
@@ -435,7 +436,10 @@ def _against_owner(
 
 
 def _around(root: _HostClock, leads: Sequence[tuple[_HostClock, _HostClock, Lead]]) -> dict[_HostClock, Lead]:
-    """Return the lead over the root of each clock linked to it, along the surest path (Dijkstra)."""
+    """Return {clock: its lead over `root`} of all clocks that `leads` connect to the root.
+
+    Each lead is summed along the path with the smallest uncertainty (Dijkstra's algorithm).
+    """
     known: dict[_HostClock, Lead] = {}
     open_ = {root: Lead(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
     while open_:

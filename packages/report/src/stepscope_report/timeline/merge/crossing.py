@@ -276,6 +276,6 @@ class Lines:
                 while events[at] is not event:
                     at += 1
                 moved.append(Moved(at, tracks[tid], number))
-            tid, still = -1, []  # the line may have begun another run
+            tid, still = -1, []  # forget the track, because its line may have begun another run
         still.append(end_above)
         return moved

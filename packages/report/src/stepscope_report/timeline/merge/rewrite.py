@@ -198,7 +198,7 @@ class Rewriter:
             for field in ("labels", "name"):
                 value = args.get(field)
                 if isinstance(value, str) and value and self._tracks.describe(self._row, pid, field, value):
-                    self._metadata_before.clear()  # names of threads begin with this description
+                    self._metadata_before.clear()  # known thread names begin with the old description
             return False
         if name == "thread_name" and isinstance(value := args.get("name"), str):
             prefixed = self._tracks.prefixed(self._row, pid, value)

@@ -147,7 +147,8 @@ class Template:
             self._plan = self._learned_early(array)
         done = None if self._plan is None else self._plan.carried_out(array)
         learned = self._learned(array) if done is None else None
-        if learned is not None:  # else this batch is unusual, and the known plan may fit the next
+        # If nothing was learned, only this batch is unusual: keep the plan for the next one.
+        if learned is not None:
             self._plan = learned
             done = learned.carried_out(array)
         if done is None or self._plan is None:
@@ -185,7 +186,8 @@ class Template:
         times = self._times(array, events)
         if times is None:
             return None
-        threads = self._threads(events, thread.groups())  # all of these events are kept: so are their tracks
+        # Every event is written, so each thread needs a track.
+        threads = self._threads(events, thread.groups())
         if len(threads.needles) > _NEEDLES:
             return None
         if any(event.id >= 0 for event in events):
@@ -364,7 +366,7 @@ class _Plan(NamedTuple):
         except msgspec.DecodeError:
             return None
         if (one_by_one is not None or self.times.needles) and at != len(events):
-            return None  # there is no event without a time
+            return None  # every event has a time, so one was not moved
         if any(count != _marked(kind, events) for kind, count in counts.items()):
             return None
         if one_by_one is not None:

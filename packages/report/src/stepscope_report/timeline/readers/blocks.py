@@ -75,7 +75,8 @@ def _gunzip(
     notes: Notes,
 ) -> Iterator[bytes]:
     """Yield the content of all gzip members, in order."""
-    from isal import igzip_lib  # not when a report imports this package
+    # Imported here, because a report may import this package without reading a file.
+    from isal import igzip_lib
 
     start, taken, given, inflated = 0, len(data), 0, 0
     """Numbers of bytes: in the file before this member, read, yielded from this member, yielded from all

@@ -175,7 +175,8 @@ class ChromeTrace:
             header += block
             if block and len(header) < enough:
                 continue
-            enough = min(2 * len(header), LONGEST)  # again at twice the length: linear in total
+            # Search again only at twice the length, so that the total time is linear.
+            enough = min(2 * len(header), LONGEST)
             events = _behind_header(header, fields)
             if events is not None:
                 bare = _START.sub(b"", header[:64], 1).startswith(b"[")

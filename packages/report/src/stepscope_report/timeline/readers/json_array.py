@@ -192,7 +192,7 @@ class Elements(Generic[T]):
         if last or size >= LONGEST or limit < len(text) or not (is_final or begins):
             return False
         if not is_final and len(text) >= LONGEST:
-            return False  # the element had text enough to end
+            return False  # no element is longer than this, so it is not an element
         self._rest = text[start:]
         self._enough = min(2 * size, LONGEST)
         return True
