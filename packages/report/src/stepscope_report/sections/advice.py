@@ -118,7 +118,7 @@ def step_advice(evidence: Evidence) -> Table[Advice]:
 
 
 def advice_blocks(advice: Sequence[Advice], report: StepReport, of: str = "step") -> Iterator[Block]:
-    """Yield the advice in order of urgency, if there is any. `of` names the whole that a saving is a share of."""
+    """Yield the advice in order of urgency, if there is any. Savings are shown as shares of `of`."""
     if advice:
         total_ns = report.breakdown.window_ns
         yield Remarks("What to do", tuple(_remark(item, total_ns, of) for item in advice))
