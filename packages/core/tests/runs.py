@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,6 +117,23 @@ def python(
     )  # fmt: skip
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+@contextmanager
+def ranks(number: int, program: str, *arguments: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a program as so many ranks of one run. Those that still run are killed at the end."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    one_run = {**os.environ, "WORLD_SIZE": str(number), "STEPSCOPE_RUN_ID": "feed0001"}
+    with ExitStack() as running:
+        started = []
+        for rank in range(number):
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**one_run, "RANK": str(rank)},
+            )  # fmt: skip
+            started.append(running.enter_context(process))
+            running.callback(process.kill)
+        yield started
 
 
 @contextmanager

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +13,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
-from packages.core.tests.runs import standing_recorder
+from packages.core.tests.runs import ranks, standing_recorder
 from stepscope import capture, profile_step
 from stepscope import span as profiled
 from stepscope._recording.spans import collective_calls
@@ -204,7 +201,7 @@ def test_buckets_of_ddp_have_a_begin_and_are_counted_where_no_rank_waits(config:
 LATE = """
 import os, sys, time, torch, torch.distributed as dist
 from stepscope import capture, configure, span
-folder, rank = sys.argv[1], int(sys.argv[2])
+folder, rank = sys.argv[1], int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 configure(save_path=f"{folder}/run", steps=[1], roles={"*": {"profiler": "off"}}, counters="off")
 dist.barrier()
@@ -220,14 +217,9 @@ dist.barrier()
 
 @pytest.mark.slow
 def test_a_rank_that_comes_late_is_named_where_no_span_is_around_the_collective(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LATE, str(tmp_path), str(rank)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "STEPSCOPE_RUN_ID": "feed0002"},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    with ranks(2, LATE, tmp_path) as started:
+        ended = [process.communicate(timeout=120)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], ended
     cause = step_report(load_step(tmp_path / "run" / "step_000001")).cause
     assert cause is not None
     assert cause.kind == "late-rank"
@@ -238,10 +230,10 @@ def test_a_rank_that_comes_late_is_named_where_no_span_is_around_the_collective(
 
 
 DDP_LATE = """
-import sys, time, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 from contextlib import suppress
 from stepscope import capture, configure, span
-folder, rank, steps = sys.argv[1], int(sys.argv[2]), [1] if sys.argv[3] == "captured" else []
+folder, rank, steps = sys.argv[1], int(os.environ["RANK"]), [1] if sys.argv[2] == "captured" else []
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 configure(save_path=f"{folder}/run", steps=steps, roles={"*": {"profiler": "off"}}, counters="off")
 layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
@@ -264,20 +256,9 @@ dist.barrier()
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["captured", "recorded"])
 def test_a_rank_that_comes_late_to_the_buckets_of_ddp_is_named(tmp_path: Path, how: str) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DDP_LATE, str(tmp_path), str(rank), how],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "STEPSCOPE_RUN_ID": "feed0002",
-                "OMP_NUM_THREADS": "1",  # torch's threads of two ranks would fight for the cores
-            },
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    with ranks(2, DDP_LATE, tmp_path, how) as started:
+        ended = [process.communicate(timeout=120)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], ended
     timeline = load_step(tmp_path / "run" / "step_000001")
     report = step_report(timeline)
     assert report.cause is not None

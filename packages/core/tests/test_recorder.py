@@ -11,14 +11,11 @@ import importlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
 import tracemalloc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from packages.core.tests.runs import at_once, manifest_of, python, standing_recorder, until
+from packages.core.tests.runs import at_once, manifest_of, python, ranks, standing_recorder, until
 from packages.report.tests.commands import Command
 from stepscope import (
     ProfileConfig,
@@ -771,24 +768,8 @@ for step in range(int(sys.argv[2])):
 """
 
 
-@contextmanager
-def ranks(folder: Path, program: str, steps: int, number: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run a program as so many ranks of one run."""
-    own = {"WORLD_SIZE": str(number), "STEPSCOPE_RUN_ID": "feed0001"}
-    command = [sys.executable, "-c", program, str(folder), str(steps)]
-    with ExitStack() as running:
-        yield [
-            running.enter_context(
-                subprocess.Popen(
-                    command, stdout=-1, stderr=-1, text=True, env={**os.environ, **own, "RANK": str(rank)}
-                )
-            )
-            for rank in range(number)
-        ]
-
-
 def test_sigterm_writes_the_step_that_runs(tmp_path: Path) -> None:
-    with ranks(tmp_path, PROGRAM, 4, 1) as (program,):
+    with ranks(1, PROGRAM, tmp_path, 4) as (program,):
         assert program.stdout is not None
         assert program.stdout.readline() == "last\n"
         program.send_signal(signal.SIGTERM)
@@ -803,22 +784,18 @@ def test_sigterm_writes_the_step_that_runs(tmp_path: Path) -> None:
 
 def test_processes_of_one_run_write_the_same_steps(tmp_path: Path) -> None:
     """Each rank of torchrun bounds steps of its own: what one orders, all write."""
-    with ranks(tmp_path, PROGRAM, 6, 2) as programs:
+    with ranks(2, PROGRAM, tmp_path, 6) as programs:
         for program in programs:
             assert program.stdout is not None
             program.stdout.readline()
         request_capture(last=3, save_path=tmp_path)
         steps = [RunLayout(tmp_path).step(step) for step in (2, 3, 4)]
-        try:
-            until(lambda: all(len(list(step.processes.glob("[!.]*.json"))) == 2 for step in steps))
-        finally:
-            for program in programs:
-                program.kill()
+        until(lambda: all(len(list(step.processes.glob("[!.]*.json"))) == 2 for step in steps))
 
 
 @pytest.mark.slow
 def test_one_of_the_ranks_that_write_a_step_logs_it(tmp_path: Path) -> None:
-    with ranks(tmp_path, PROGRAM.replace("(60 if", "(no_such_name if"), 4, 2) as programs:
+    with ranks(2, PROGRAM.replace("(60 if", "(no_such_name if"), tmp_path, 4) as programs:
         logged = "".join(program.communicate(timeout=60)[1] for program in programs)
     assert logged.count("NameError: name 'no_such_name' is not defined\n") == 2
     assert [logged.count(f"step {step} is on record") for step in (2, 3)] == [1, 1]
