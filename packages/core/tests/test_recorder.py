@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import errno
 import importlib
+import json
 import os
 import re
 import signal
@@ -527,6 +528,13 @@ def spans_of(layout: RunLayout, step: int) -> dict[str, tuple[bool, bool, str | 
     }
 
 
+def numbers_of(layout: RunLayout, step: int) -> dict[str, int]:
+    """Return {stage: number of its span} from the files of a step."""
+    texts = [path.read_text() for path in layout.step(step).spans.glob("*.jsonl")]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    return {line["stage"]: line["span"] for line in lines if "stage" in line}
+
+
 @pytest.mark.parametrize("captured", [[2], [1, 2], []], ids=["in one step", "in two in a row", "in none"])
 def test_a_step_has_the_calls_that_ran_when_it_began(tmp_path: Path, captured: list[int]) -> None:
     """A rollout of asynchronous training begins in one step, and ends in a later one."""
@@ -574,6 +582,7 @@ def test_a_step_has_the_calls_that_ran_when_it_began(tmp_path: Path, captured: l
     if 1 in captured:
         assert spans_of(layout, 1)["attempt"] == (False, False, "tool")
         assert set(spans_of(layout, 1)) == {"serve", "trajectory", "generate", "tool", "attempt"}
+        assert numbers_of(layout, 2).items() <= numbers_of(layout, 1).items()
     assert report_of(layout, 2).health.complete
 
 

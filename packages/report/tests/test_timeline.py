@@ -99,7 +99,9 @@ def test_parents_are_found_in_the_process_and_by_links_across_processes(folder: 
     trajectory = driver.span("trajectory", 0, 9 * MS, trajectory="t1")
     turn = driver.span("turn", 1 * MS, 8 * MS, parent=trajectory)
     replica.span("generate", 2 * MS, 7 * MS, link=driver.link(turn))
-    replica.span("of_another_step", 2 * MS, 7 * MS, link=SpanLink(process=driver.info.key, span=turn, step=1))
+    earlier, ended = (SpanLink(process=driver.info.key, span=number, step=1) for number in (turn, 99))
+    replica.span("of_a_turn_begun_earlier", 2 * MS, 7 * MS, link=earlier)
+    replica.span("of_another_step", 2 * MS, 7 * MS, link=ended)
     replica.span("of_a_stranger", 2 * MS, 7 * MS, link=SpanLink(process="gone", span=1))
     for process in (driver, replica):
         process.close(10 * MS)
@@ -108,6 +110,7 @@ def test_parents_are_found_in_the_process_and_by_links_across_processes(folder: 
     above = {span.stage: None if span.parent is None else names[span.parent] for span in timeline.spans}
     assert above == {
         "trajectory": None, "turn": "trajectory", "generate": "turn", "of_another_step": None,
+        "of_a_turn_begun_earlier": "turn",
         "of_a_stranger": None,
     }  # fmt: skip
 

@@ -82,6 +82,8 @@ class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open"
     """
 
     span: Int
+    """The span's number, unique in its process. A span that runs in several steps has the same number in the
+    files of all of them."""
     role: str
     stage: str
     start_ns: int
@@ -96,9 +98,6 @@ class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open"
     thread: Int = 0
     """Native thread id, as in kernel-level traces."""
     attrs: dict[str, AttrValue] | None = None
-    was: Int | None = None
-    """The span's number in the flight recorder, if the span began before the capture. Links from that time
-    have this number."""
 
 
 class Span(Open, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag="span", tag_field="kind"):

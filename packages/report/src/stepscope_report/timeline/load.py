@@ -322,7 +322,7 @@ def _dropped(source: Source) -> int | None:
 def _spans(
     sources: Sequence[Source], records: Sequence[Sequence[Open]], places: Sequence[Placement], step: int
 ) -> list[Span]:
-    parents = iter(parents_of(records, [source.info.key for source in sources], step))
+    parents = iter(parents_of(records, [source.info.key for source in sources]))
     return [
         _span(record, process, next(parents), place, step)
         for process, (place, own) in enumerate(zip(places, records, strict=True))

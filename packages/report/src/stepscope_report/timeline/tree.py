@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from stepscope.files.spans import BEGIN_ONLY, GROUP, REPLICA, SEQUENCE, SERVED, Open
 from stepscope_report.timeline.model import Process, Span, Timeline
@@ -18,7 +18,7 @@ CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
 """Roles that call the replicas of the rollout and have no replicas themselves."""
 
 
-def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int) -> list[int | None]:
+def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str]) -> list[int | None]:
     """Return the index of each span's parent, counted through the records of all processes, or None for no
     parent.
 
@@ -26,46 +26,28 @@ def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int
         records: The records of each process. A record's `parent` is in the same process; its `link` may lead
             to any process.
         keys: `ProcessInfo.key` of each process.
-        step: Number of the step. A link to another step gives a parent only if that span was still open when
-            the capture began, so that it is in the files.
     """
     first, indices = 0, []
     for spans in records:
         indices.append({span.span: first + at for at, span in enumerate(spans)})
         first += len(spans)
-    by_key: dict[str, _Numbers] = {}
-    for key, index, spans in zip(keys, indices, records, strict=True):
-        earlier = {span.was: index[span.span] for span in spans if span.was is not None}
-        by_key.setdefault(key, _Numbers(index, earlier))
+    by_key: dict[str, Mapping[int, int]] = {}
+    for key, index in zip(keys, indices, strict=True):
+        by_key.setdefault(key, index)
     parents = [
-        _parent(span, own, by_key, step)
-        for spans, own in zip(records, indices, strict=True)
-        for span in spans
+        _parent(span, own, by_key) for spans, own in zip(records, indices, strict=True) for span in spans
     ]
     cut_cycles(parents)
     return parents
 
 
-class _Numbers(NamedTuple):
-    """Indices of a process' spans by the numbers in links."""
-
-    of_step: Mapping[int, int]
-    began_before: Mapping[int, int]
-    """By the numbers in the flight recorder: spans that were open when the capture began."""
-
-
-def _parent(span: Open, own: Mapping[int, int], by_key: Mapping[str, _Numbers], step: int) -> int | None:
+def _parent(span: Open, own: Mapping[int, int], by_key: Mapping[str, Mapping[int, int]]) -> int | None:
     if span.parent is not None:
         return own.get(span.parent)
-    link = span.link
-    if link is None or link.process not in by_key:
+    if span.link is None or span.link.process not in by_key:
         return None
-    numbers = by_key[link.process]
-    if link.step == step:
-        return numbers.of_step.get(link.span)
-    if link.step is None:  # a worker's recorder does not know the step
-        return numbers.began_before.get(link.span, numbers.of_step.get(link.span))
-    return numbers.began_before.get(link.span)
+    # A process numbers its spans once, so the link may be from a time when another step ran.
+    return by_key[span.link.process].get(span.link.span)
 
 
 def cut_cycles(parents: list[int | None]) -> None:

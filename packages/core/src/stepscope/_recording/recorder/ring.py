@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import takewhile
 from typing import NamedTuple
 
 from stepscope._recording.spans.maker import SpanMaker, not_kept
@@ -50,19 +50,15 @@ class Ring(SpanMaker):
     def last_id(self) -> int:
         """Number of the span that opened last, or 0."""
         try:
-            return self.number(self._spans[-1])
+            return self._spans[-1].id
         except IndexError:
             return 0
 
-    def number(self, span: Span) -> int:
-        """Return the number of a span in files of this ring."""
-        return span.id if span.log is self else self.taken.get(span, 0)
-
     def take(self, running: Iterable[Span]) -> None:
         """Add the spans of a capture that are still running at its end."""
-        for span in running:
-            self.taken[span] = next(self.ids)
-            self._spans.append(span)
+        spans = list(running)
+        self.taken.update(spans)
+        self._spans.extend(spans)
         try:
             self._forget_taken(self._spans[0].start_ns)
         except IndexError:  # the recorder's thread has emptied the ring
@@ -70,7 +66,7 @@ class Ring(SpanMaker):
 
     def _forget_taken(self, before_ns: int) -> None:
         for span in [span for span in list(self.taken) if _ended_before(span, before_ns)]:
-            self.taken.pop(span, None)
+            self.taken.discard(span)
 
     def begin_step(self, step: int) -> None:
         """Set the step for carriers and trace contexts."""
@@ -97,7 +93,7 @@ class Ring(SpanMaker):
         """Return the spans that opened after the span with the number `span_id`, the last first."""
         for _ in range(_TRIES):
             try:
-                return list(islice(reversed(self._spans), max(0, self.last_id - span_id)))
+                return list(takewhile(lambda span: span.id > span_id, reversed(self._spans)))
             except ours(RuntimeError):
                 continue
         return []

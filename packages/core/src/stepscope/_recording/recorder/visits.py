@@ -81,8 +81,7 @@ class StepVisit:
 
     def _includes(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of this visit among all spans of the recorder."""
-        number = self._recorder.log.number
-        return [span for span in spans if number(span) > self._after and self._is_below(span)]
+        return [span for span in spans if span.id > self._after and self._is_below(span)]
 
     def _is_below(self, span: Span) -> bool:
         scope: Scope | None = span

@@ -359,7 +359,7 @@ class StepWriter:
         return b"".join(text)
 
     def _record_of(self, span: Span, step: int) -> lines.Record:
-        return lines.record_of(span, span.end_ns, step, self._ring, self._ring.number(span))
+        return lines.record_of(span, span.end_ns, step, self._ring)
 
     def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
         """Return the manifest item for the spans of a step. All spans that began after `since_ns` were

@@ -34,7 +34,7 @@ from stepscope._recording.spans import slot
 from stepscope._recording.spans.compiled import uncompiled
 from stepscope._recording.spans.maker import SpanMaker
 from stepscope._recording.spans.scopes import Scope, current
-from stepscope._recording.spans.span import Span, thread
+from stepscope._recording.spans.span import Span, next_id, thread
 from stepscope.errors import ours
 from stepscope.files import clock
 from stepscope.files.spans import BEGIN_ONLY, GROUP, ISSUED_NS, SEQUENCE, WAIT
@@ -223,7 +223,7 @@ def _begin(
         return None
     log: Any = active.log
     thread_id, parent = (thread.id, current.get()) if at is None else (at.thread, at.parent)
-    span = Span(log, stage, None, attrs, parent=parent, thread=thread_id, id=next(log.ids))
+    span = Span(log, stage, None, attrs, parent=parent, thread=thread_id, id=next_id())
     span.start_ns, span.end_ns = start_ns, end_ns
     log.opened(span)
     return span
@@ -297,7 +297,7 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
             continue
         stage = call.profiling_name[len(_GLOO) :]
         attrs: dict[str, AttrValue] = {BEGIN_ONLY: True, GROUP: group, SEQUENCE: number}
-        span = Span(log, stage, None, attrs, thread=threads.get(call.thread_id, 0), id=next(log.ids))
+        span = Span(log, stage, None, attrs, thread=threads.get(call.thread_id, 0), id=next_id())
         span.start_ns = span.end_ns = start_ns
         spans.append(span)
     return spans

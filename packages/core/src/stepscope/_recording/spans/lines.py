@@ -59,13 +59,12 @@ def _ascii(value: object) -> str:
     return ascii(text)[1:-1][:MAX_TEXT]
 
 
-def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSink, number: int) -> Record:
+def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSink) -> Record:
     """Return the record of a span: `Span`, or `Open` if `end_ns` is None.
 
     Args:
         file_step: The step of the file.
         log: The log that writes the file: the span's log, or a log that has taken the span over.
-        number: The span's number in the file.
     """
     above = span.parent
     link = traceparent = None
@@ -83,17 +82,16 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSi
         role, stage = bounded(str(role)), bounded(str(stage))
     log.roles.add(role)
     attrs = redaction.written(span.attrs, log.redact) if span.attrs else None
-    was = None if span.log is log else span.id
-    place = (parent, link, traceparent, step, policy_version, trajectory, turn, span.thread, attrs, was)
+    place = (parent, link, traceparent, step, policy_version, trajectory, turn, span.thread, attrs)
     if end_ns is None:
-        return records.Open(number, role, stage, span.start_ns, *place)
+        return records.Open(span.id, role, stage, span.start_ns, *place)
     error, dur_ns = span.error, end_ns - span.start_ns
     if error is None:
-        return records.Span(number, role, stage, span.start_ns, *place, dur_ns=dur_ns)
+        return records.Span(span.id, role, stage, span.start_ns, *place, dur_ns=dur_ns)
     cancelled = error == failures.CANCELLED
     error = None if cancelled else redaction.error_of(error, log.redact)
     return records.Span(
-        number, role, stage, span.start_ns, *place, dur_ns=dur_ns, error=error, cancelled=cancelled
+        span.id, role, stage, span.start_ns, *place, dur_ns=dur_ns, error=error, cancelled=cancelled
     )
 
 
@@ -103,10 +101,8 @@ def parent_of(span: Span, log: SpanSink) -> tuple[int | None, SpanLink | None, s
     """
     scope = span.caller if span.parent is None else span.parent
     while scope is not None:
-        if scope.log is log:
+        if scope.log is log or (log.taken and isinstance(scope, Span) and scope in log.taken):
             return cast(Span, scope).id, None, None
-        if log.taken and isinstance(scope, Span) and scope in log.taken:
-            return log.taken[scope], None, None
         link = scope.reference()
         if link is not None:
             return None, link, None

@@ -22,7 +22,7 @@ from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope._recording.spans import lines, scopes
 from stepscope._recording.spans.maker import SpanMaker, not_kept
-from stepscope._recording.spans.span import Span
+from stepscope._recording.spans.span import Span, next_id
 from stepscope.errors import ours
 from stepscope.files import clock
 from stepscope.files import spans as records
@@ -77,6 +77,8 @@ class SpanLog(SpanMaker):
         self._running: list[Span] = []
         """Open spans with an `open` line."""
         self._step = step
+        self._before = next_id()
+        """A number below the numbers of all spans of this log."""
         self._file: FileIO | None = None
         self._fd = -1
         """The descriptor of the file while it is open, else -1."""
@@ -104,8 +106,8 @@ class SpanLog(SpanMaker):
 
     def take(self, running: Iterable[Span]) -> None:
         """Also record `running`, spans of another log. Call this before the log has spans."""
-        self.taken = {span: next(self.ids) for span in running}
-        self._young.extend(self.taken)
+        self.taken.update(running)
+        self._young.extend(sorted(self.taken, key=lambda span: span.id))
 
     def start(self, anchor: ClockAnchor) -> None:
         """Begin recording at `anchor`. The writing thread writes the header, so the call does not wait for
@@ -193,18 +195,17 @@ class SpanLog(SpanMaker):
                 if end_ns is None:
                     self._young.append(span)
                 continue
-            number = span.id if is_own else self.taken[span]
             if end_ns is None:
                 if span.start_ns > youngest_ns:
                     self._young.append(span)
                     continue
                 self._running.append(span)
             over = end_ns is not None
-            if number > self.limit:
+            if span.id - self._before > self.limit:
                 self.dropped += over
                 continue
             try:
-                record = lines.record_of(span, end_ns, self._step, self, number)
+                record = lines.record_of(span, end_ns, self._step, self)
                 batch.append(record)
                 if is_own and record.parent is None and record.link is None and end_ns is not None:
                     self.top_ns[record.role, record.stage] += end_ns - span.start_ns

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Protocol
 
 from stepscope._recording.process import failures
 from stepscope._recording.spans.scopes import OFF, Placing, Scope, current
-from stepscope._recording.spans.span import Span, thread
+from stepscope._recording.spans.span import Span, next_id, thread
 from stepscope._recording.spans.wrapping import Declared
 from stepscope.errors import is_users
 from stepscope.files.sidecar import ProcessInfo
@@ -69,14 +68,12 @@ class SpanMaker:
         self.run_id = run_id
         self.step = step
         self.redact = redact
-        self.ids: Iterator[int] = itertools.count(1)
         self.trace = SpanIds(run_id, step or 0, process.key)
         self.roles: set[str] = set()
         """Roles of all spans written so far. One writer: `lines.record_of`."""
         self.opened = opened
-        self.taken: dict[Span, int] = {}
-        """{span of another log, which was running when this log took it over: its number in this log's
-        file}."""
+        self.taken: set[Span] = set()
+        """Spans of another log, which were running when this log took them over."""
         self.observer: SpanObserver | None = None
         """The profiler's windows, if a profiler records this process, so that its trace shows the spans too.
         The sampler of event loops replaces it for a few spans at a time."""
@@ -134,7 +131,7 @@ class SpanMaker:
                 attrs,
                 parent=parent,
                 thread=thread.id,
-                id=next(self.ids),
+                id=next_id(),
                 start_ns=monotonic_ns(),
             )
             token = _enter(span)

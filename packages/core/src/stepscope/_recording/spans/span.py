@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +34,6 @@ class SpanSink(Protocol):
     process: ProcessInfo
     run_id: str
     step: int | None
-    ids: Iterator[int]
     redact: tuple[str, ...]
     """`redact` of the configuration."""
     trace: SpanIds
@@ -41,10 +41,12 @@ class SpanSink(Protocol):
     """Roles of all spans written so far."""
     opened: Callable[[Span], None]
     """Called with each span that opens."""
-    taken: dict[Span, int]
-    """{span of another log, which was running when this log took it over: its number in this log's file}."""
+    taken: set[Span]
+    """Spans of another log, which were running when this log took them over."""
 
 
+next_id = itertools.count(1).__next__
+"""Returns the number of a new span, which is unique in this process."""
 threads: deque[int] = deque(maxlen=64)
 """Native ids of the last threads that have opened a first span in this process."""
 
@@ -105,7 +107,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         log = self.log
         self.thread = thread.id
         self.parent = parent = _current()
-        self.id = next(log.ids)
+        self.id = next_id()
         self.start_ns = monotonic_ns()
         try:
             token = _enter(self)
@@ -260,6 +262,6 @@ def _append(
     end_ns: int,
     **place: Unpack[Placing],
 ) -> None:
-    span = Span(log, stage, role, attrs, parent=parent, thread=thread.id, id=next(log.ids), **place)
+    span = Span(log, stage, role, attrs, parent=parent, thread=thread.id, id=next_id(), **place)
     span.start_ns, span.end_ns = start_ns, end_ns
     log.opened(span)
