@@ -64,7 +64,6 @@ PUBLIC = {
 """A name that is added here also needs a line in the pages and one in the changelog."""
 
 INTEGRATIONS = {
-    "callback_steps",
     "hydra",
     "lightning",
     "transformers",

@@ -5,7 +5,7 @@ Trainer(..., callbacks=[StepscopeCallback(steps=[2])])
 
 from __future__ import annotations
 
-from stepscope.integrations.callback_steps import StepsCallback
+from stepscope.integrations import StepsCallback
 
 try:
     from transformers import TrainerCallback
