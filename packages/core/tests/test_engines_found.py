@@ -75,7 +75,7 @@ def test_an_entry_point_that_names_a_class_is_told_the_fix(monkeypatch: pytest.M
 
 
 def test_the_run_records_the_versions_of_the_engines_that_adapters_name() -> None:
-    assert protocol.distributions() == ["msgspec", "fake-engine"]  # `aaa` cannot be loaded
+    assert protocol.distributions() == ["aaa", "fake", "msgspec", "fake-engine"]  # `aaa` is not loaded
     assert versions()["msgspec"] == version("msgspec")
     assert "fake-engine" not in versions()
 

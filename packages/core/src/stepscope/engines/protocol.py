@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -277,8 +278,8 @@ class EngineFactory(Protocol):
     """An adapter: the object that an entry point in `stepscope.engines` loads. Inherit from it."""
 
     distributions: Sequence[str] = ()
-    """Names of packages that may contain the engine: `run.json` records their versions, and `stepscope
-    doctor` compares them with the range in the adapter's `engine` extra."""
+    """Names of packages that may contain the engine: `run.json` records their versions if the adapter is in
+    use, and `stepscope doctor` compares them with the range in the adapter's `engine` extra."""
 
     builder: str = ""
     """`module:Class.method` that builds every engine; empty if the adapter needs no `arm`. Under
@@ -331,13 +332,16 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def distributions() -> list[str]:
-    """Return the packages that the installed adapters name in `distributions`. An adapter that cannot be
-    loaded names none.
+    """Return packages that may contain an engine: those named like an installed adapter, and those that the
+    adapters of this process name in `distributions`.
+
+    Other adapters are not loaded, which took 9 ms of CPU beside the first capture.
     """
-    names: list[str] = []
+    names = list(installed())
     for point in installed().values():
         try:
-            names += cast(EngineFactory, point.load()).distributions
+            if point.module in sys.modules:
+                names += cast(EngineFactory, point.load()).distributions
         except ours() as error:
             log.debug("stepscope: the engine adapter %s cannot be loaded: %r", point.name, error)
     return names
