@@ -53,7 +53,7 @@ def percent_of(part: int, total: int) -> str:
 
 
 def tenths(part: int, total: int) -> int:
-    """Return tenths of a percent, rounded half to even, exactly. `total` is above 0."""
+    """Return part / total in tenths of a percent, rounded half to even, exactly. `total` must be positive."""
     whole, rest = divmod(part * 1000, total)
     return whole + (2 * rest > total or (2 * rest == total and whole % 2 == 1))
 

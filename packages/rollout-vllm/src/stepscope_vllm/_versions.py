@@ -89,8 +89,8 @@ def dialect_of_version(release: str) -> Dialect:
 
 
 def expect_supported(release: str) -> None:
-    """Warn if `release` is newer than the supported range. The engine's signatures then decide what it can
-    do.
+    """Warn if `release` is newer than the supported range. The signatures of the engine then show what the
+    engine can do.
 
     Raises:
         EngineError: `release` is older than all supported releases.

@@ -44,8 +44,10 @@ def first_active(schedule: ScheduleConfig) -> int:
 
 
 def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Explain why a recording that ends at `mini_batch` is incomplete. `at` is the schedule's dotted name in
-    the configuration.
+    """Explain why a recording that ends at `mini_batch` is incomplete.
+
+    Args:
+        at: The schedule's dotted name in the configuration.
     """
     length = schedule.wait + schedule.warmup + schedule.active
     done = (mini_batch - first_active(schedule)) % length

@@ -97,8 +97,10 @@ def section_of(kind: object) -> type[Section] | None:
 
 
 def build(section: type[SectionT], data: object, at: str) -> SectionT:
-    """Construct a section from a mapping. `at` is the mapping's dotted path in the configuration (`""` is the
-    top).
+    """Construct a section from a mapping.
+
+    Args:
+        at: The mapping's dotted path in the configuration; `""` for the whole configuration.
 
     Raises:
         ConfigError: `data` is not a mapping, or has an unknown key or a wrong value. The error lists all such

@@ -47,7 +47,11 @@ class Reader:
 
 
 def list_files(step: Path) -> NodeFiles:
-    """List the files in a step's folder on the node where this runs. `step` is an absolute path."""
+    """List the files in a step's folder on the node where this runs.
+
+    Args:
+        step: Absolute path of the folder.
+    """
     layout = StepLayout(step)
     folders = (layout.spans, layout.counters, layout.traces, layout.processes)
     files: dict[Path, int] = {}

@@ -355,9 +355,11 @@ def _blocker(
 ) -> int | None:
     """Return the index of the innermost span in `calls` that ended when the loop ran again.
 
-    None if no call ended then, or if the calls fill less than nine tenths of the block. `last_ns` is the time
-    of the loop's last sample. If the block lasts until about then, a call that ended later may be the blocker
-    too.
+    Return None if no call ended then, or if the calls fill less than nine tenths of the block.
+
+    Args:
+        last_ns: Time of the loop's last sample. If the block lasts until about then, a call that ended later
+            may be the blocker too.
     """
     ends_ns = {index: timeline.until_ns(timeline.spans[index]) for index in calls}
     filled = [(timeline.spans[index].start_ns, until_ns) for index, until_ns in ends_ns.items()]

@@ -47,7 +47,8 @@ _RANKS = ("tp_rank", "pp_rank")
 """Attributes of a scheduler's span that number its rank. All ranks of an engine run the same passes for a
 request."""
 _DEEPEST = 5
-"""Largest number of levels of spans below a request that are searched for its tokens, plus one."""
+"""Largest number of spans that are checked on the way up from a span. A path from a request to a token has at
+most four spans."""
 _THREAD = "thread_label"
 """The attribute of SGLang's spans whose value holds the host and the pid of the process."""
 _SEVERAL = "MultiTokenizer-"

@@ -58,8 +58,10 @@ class ReportWriter(Protocol):
 
 
 def main(save_path: str, step: str, run_id: str, writers: str) -> int:
-    """Publish one step of a run and return the exit code. `writers` is a list of names with commas between
-    them.
+    """Publish one step of a run and return the exit code.
+
+    Args:
+        writers: Names of writers, with commas between them.
     """
     os.umask(0o077)  # files of writers are as private as all files in the run's folder
     run = RunLayout(Path(save_path))

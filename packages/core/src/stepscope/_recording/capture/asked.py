@@ -61,8 +61,13 @@ def rank_of(value: object) -> int | None:
 
 
 def check_asked(call: str, role: object, config: object, workers: object) -> None:
-    """Raise `ConfigError` if the role, a role in `workers`, or the configuration is invalid. `call` is the
-    public function.
+    """Check the arguments of a public function.
+
+    Args:
+        call: Name of the function, for the message.
+
+    Raises:
+        ConfigError: the role, a role in `workers`, or the configuration is invalid.
     """
     _check_role(f"{call}(role)", role)
     if workers is not None and isinstance(workers, Mapping):

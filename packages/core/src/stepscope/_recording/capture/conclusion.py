@@ -193,7 +193,11 @@ def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None], *, 
 
 
 def tell_asker(asked: Asked, reason: str | None) -> None:
-    """Answer the request for the step. `reason` states why the capture is incomplete; None means complete."""
+    """Answer the request for the step.
+
+    Args:
+        reason: Reason why the capture is incomplete, or None if it is complete.
+    """
     if asked.on_request:
         on_demand.tell_outcome(asked.step, reason)
 

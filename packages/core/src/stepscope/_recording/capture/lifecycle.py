@@ -160,8 +160,10 @@ class Lifecycle:
         return Closing(Ending("rollback", reason), discard=reason)
 
     def _fail(self, error: BaseException, reason: str | None) -> None:
-        """Record or raise an error of the opening. `reason` is None if other code closed the capture, which
-        is not an error.
+        """Record or raise an error of the opening.
+
+        Args:
+            reason: Reason for the manifest, or None if other code closed the capture, which is not an error.
         """
         if reason is None:
             return

@@ -76,8 +76,10 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
 def enter_unmatched(
     manifest_part: ManifestPart, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
 ) -> None:
-    """Record roles of the configuration that match no process, and the reason if no profiler ran. `parts`
-    must be complete.
+    """Record roles of the configuration that match no process, and the reason if no profiler ran.
+
+    Args:
+        parts: The parts of all processes of the capture.
     """
     roles = {role for part in parts for role in (part.process.role, *part.roles)}
     known = roles | {"rollout"} if engines else roles

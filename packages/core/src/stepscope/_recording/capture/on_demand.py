@@ -413,8 +413,10 @@ def tell_others(step: int, others: dict[str, str]) -> None:
 
 
 def tell_outcome(step: int, reason: str | None) -> None:
-    """Record the outcome of a requested capture. `reason` states why the capture failed or is empty, or is
-    None.
+    """Record the outcome of a requested capture.
+
+    Args:
+        reason: Reason why the capture failed or is empty, or None.
     """
     if _listener is not None and reason is not None:
         _listener.amend(step, reason=f"step {step}: {reason}")

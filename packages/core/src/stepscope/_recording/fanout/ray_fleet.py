@@ -244,8 +244,10 @@ class Worker:
         return await self._compared(outcome, self.begun.process.key, self.begun.here)
 
     async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
-        """Add the clock offset of a process to the worker's outcome. `here` is True if the process is on this
-        machine.
+        """Add the clock offset of a process to the worker's outcome.
+
+        Args:
+            here: True if the process is on this machine.
         """
         now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
         estimate: Estimate | None = Estimate(0, 0, now_ns)

@@ -177,8 +177,10 @@ def number_of(value: object) -> Number | None:
 def version_of(value: object) -> Number | None:
     """Return the version of the weights in `value`.
 
-    `value` is a number, or a text of digits; a list, whose first item is the version; or an array, whose
-    first item that is not negative is the version (the smallest one, if the array has several rows).
+    Args:
+        value: A number, or a text of digits. Or a list whose first item is the version. Or an array: the
+            version is its first item that is not negative, or for several rows, the smallest such item of a
+            row.
 
     Raises:
         LookupError: `value` is something else.
@@ -248,7 +250,10 @@ def versions_of(value: object) -> list[Number | None]:
 
 def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
     """Return `text` once for each row of the longest column, with each `{path}` replaced by the path's name
-    in that row. `columns` is {path: names}.
+    in the row.
+
+    Args:
+        columns: {path: its names, one for each row}.
     """
     count = max(map(len, columns.values()), default=0)
     filled = [text] * count if all(columns.values()) else []

@@ -31,7 +31,11 @@ _reasons: dict[type, str | None] = {}
 
 
 def expect(presets: Iterable[Preset], installed: Callable[[str], str | None] = lambda _: None) -> None:
-    """Set the presets that are applied. `installed` returns the version of a distribution."""
+    """Set the presets that are applied.
+
+    Args:
+        installed: Returns the version of a distribution, or None.
+    """
     global _latest
     _latest = None
     for known in (_settings_of, _covering, _reasons):

@@ -94,7 +94,11 @@ class Steps:
         return self._kept[0].opened.mono_ns if self._kept else 0
 
     def begin(self, number: int, after: int) -> RecordedStep:
-        """Begin a step. `after` is the number of the last span that opened before."""
+        """Begin a step.
+
+        Args:
+            after: Number of the last span that opened before the step.
+        """
         step = RecordedStep(number, after)
         self._kept.append(step)
         return step

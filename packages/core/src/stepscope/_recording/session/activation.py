@@ -33,8 +33,10 @@ class Taker(Protocol):
         ...
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
-        """Close the capture or session at the end of the process. `deadline_s` is the limit for each worker
-        and engine.
+        """Close the capture or session at the end of the process.
+
+        Args:
+            deadline_s: Time limit in s for each worker and engine.
         """
         ...
 

@@ -150,8 +150,10 @@ def redact(hook: RedactHook) -> RedactHook:
 
 
 def registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
-    """Add `hook` to `hooks`, if it is not there yet, and return it. `name` is the public function, for
-    errors.
+    """Add `hook` to `hooks`, unless `hooks` has it already, and return it.
+
+    Args:
+        name: Name of the public function, for errors.
     """
     _refuse_uncallable(hook, name)
     if hook not in hooks:

@@ -200,8 +200,10 @@ def busy_steps(run: RunLayout) -> set[int]:
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
-    """Call the `on_artifact` hooks for a complete file. `sidecar` is None for an engine's file; it is then
-    read from disk.
+    """Call the `on_artifact` hooks for a complete file.
+
+    Args:
+        sidecar: The file's sidecar, or None to read it from disk, as for an engine's file.
     """
     for hook in tuple(artifact_hooks):
         _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))

@@ -40,7 +40,10 @@ class Command:
     def __init__(
         self, what: str | Sequence[str], *, environ: Mapping[str, str], log: Path, timeout_s: float
     ) -> None:
-        """`what` is a text for the shell, or a program and its arguments."""
+        """
+        Args:
+            what: A text for the shell, or a program and its arguments.
+        """
         self._what = what
         self._environ = environ
         self._log = log

@@ -42,8 +42,10 @@ _ONE_HOLDER = _references_of_one_holder()
 
 
 def is_exclusive(references: int) -> bool:
-    """Return whether only the caller of a method has a reference to an object. `references` is the reference
-    count within the method.
+    """Return whether only the caller of a method has a reference to an object.
+
+    Args:
+        references: The object's reference count within the method.
     """
     return references <= _ONE_HOLDER
 

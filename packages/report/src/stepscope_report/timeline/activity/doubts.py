@@ -157,11 +157,19 @@ class Links:
         _add_some(self._recorded, _is_record, names, starts_us, correlations)
 
     def wait(self, start_us: float, record: int | None) -> None:
-        """Add a wait for a CUDA event. `record` is the correlation of the call that recorded the event."""
+        """Add a wait for a CUDA event.
+
+        Args:
+            record: Correlation of the call that recorded the event.
+        """
         self._waits.extend((start_us, -1 if record is None else record))
 
     def collective(self, *, complete: bool) -> None:
-        """Add a collective. `complete` is True if the collective states its kind, group, type and sizes."""
+        """Add a collective.
+
+        Args:
+            complete: True if the collective states its kind, group, type and sizes.
+        """
         self._calls += 1
         self._without += not complete
 

@@ -114,9 +114,10 @@ class FlowIds:
     """The flow, async and object ids of one file."""
 
     def __init__(self, file: int, files: int) -> None:
-        """Args:
-        file: Number of the file, from 1. 0 is for stepscope's own arrows.
-        files: Number of files.
+        """
+        Args:
+            file: Number of the file, from 1. 0 is for stepscope's own arrows.
+            files: Number of files.
         """
         lowest = 10 ** len(str(files))  # so that all prefixes have the same length
         self.prefix = b"%d" % (lowest + file)
@@ -162,8 +163,9 @@ class Tracks:
     """Tracks of one timeline. Processes in a file become tracks in the row of the file's process."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """Args:
-        pids: The pids of all rows.
+        """
+        Args:
+            pids: The pids of all rows.
         """
         self.pids = list(pids)
         self._pids = set(self.pids)

@@ -40,8 +40,9 @@ class Drawing:
         axis: Axis,
         cut: Cut,
     ) -> None:
-        """Args:
-        shown: The selected rows of `recorded.rows`.
+        """
+        Args:
+            shown: The selected rows of `recorded.rows`.
         """
         self._recorded = recorded
         self._rows = shown
