@@ -56,7 +56,7 @@ class OpenTraces(Briefed):
         return Plain(read_plain([self.path]))
 
     def report(self) -> PlainReport:
-        """Return all tables, as `stepscope report --json` prints them.
+        """Return all tables, as `stepscope report --json` prints them. They are computed once.
 
         Raises:
             RecordError: no trace holds an event.
@@ -139,7 +139,11 @@ class OpenStep(Briefed):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The spans of all processes on one clock."""
+        """The spans of all processes on one clock.
+
+        Raises:
+            RecordError: nothing of the step can be read.
+        """
         return load_step(self.folder, run_id=self._run)
 
     @cached_property
@@ -222,12 +226,21 @@ class OpenRun(Briefed):
         return [step.report() for step in self._readable().values()]
 
     def table(self, name: str) -> Rows:
-        """Return the rows of a table for all steps that can be read. Each row begins with its step."""
+        """Return the rows of a table for all steps that can be read. Each row begins with `step`, the step's
+        number.
+
+        Args:
+            name: One of `OpenStep.tables`.
+
+        Raises:
+            ValueError: there is no such table.
+            RecordError: no step can be read.
+        """
         tables = {number: step.table(name) for number, step in self._readable().items()}
         return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
 
     def longest(self) -> OpenStep:
-        """Return the longest of the steps that can be read.
+        """Return the step with the longest duration, of the steps that can be read.
 
         Raises:
             RecordError: no step can be read.
@@ -255,12 +268,15 @@ class OpenRun(Briefed):
 def open(  # noqa: A001  # read as `stepscope_report.open`
     path: str | os.PathLike[str], *, run: str | None = None, traces: bool = True
 ) -> OpenRun | OpenStep | OpenTraces:
-    """Open the folder of a run (its save_path), the folder of one step, or traces that others wrote.
+    """Open the folder of a run (its `save_path`), the folder of one step, or traces that other tools wrote.
+
+        run = stepscope_report.open("/data/profile")
+        run[3].table("stages").to_pandas()  # times are integers, in ns
 
     In a notebook, the returned object shows the brief of the step, or of a run's longest step.
 
     Args:
-        path: The folder, or one trace file that others wrote.
+        path: The folder, or one trace file that another tool wrote.
         run: The id of the run to open if several runs wrote into the folder, or None for the run that
             captured last.
         traces: True if reports read the profilers' traces, which may be large.

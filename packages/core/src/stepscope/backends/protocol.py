@@ -32,6 +32,7 @@ class SpanInfo(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     role: str
     span: int
+    """Number of the span in the span file of its process."""
     is_async: bool
     """True inside `async def`, where ranges may interleave: use start and end with an id, never push and
     pop."""
@@ -58,16 +59,21 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     compresses."""
     write: Callable[[Path], None]
     compress: bool
+    """True to let the exporter compress the file with gzip."""
     discard: Callable[[], None] = _nothing
     truncated: str | None = None
+    """Reason why the recording ended early, or None if it is complete."""
     lacking: str | Callable[[], str | None] | None = None
     """The requested part that the recording lacks, with the reason, or None. With a reason, the manifest says
     `partial`. If this is a function, it is called once the file is written, and its result counts."""
     note: str | None = None
     """A remark about the recording that is not a problem, or None."""
     ignored: dict[str, str] = {}
+    """{option without effect on this recording: reason}."""
     options: dict[str, str | int | float | bool | None] = {}
+    """{option that the profiler ran with: value}, for the sidecar."""
     versions: dict[str, str] = {}
+    """{library: version} of the libraries that a reader needs to know, for the sidecar."""
 
 
 @runtime_checkable
@@ -80,10 +86,13 @@ class Backend(Protocol):
     """
 
     name: str
+    """Name of the entry point, which is the value of `tool` in the configuration."""
 
     def check(self) -> None:
-        """Raise `BackendError`, with the fix, if this backend cannot work in this process. Do not start
-        anything.
+        """Check whether this backend can work in this process, without starting anything.
+
+        Raises:
+            BackendError: the backend cannot work. The message has the fix.
         """
 
     def prepare(self) -> None:

@@ -126,8 +126,9 @@ class EngineProfiler(Protocol):
 
     @abstractmethod
     def check(self) -> None:
-        """Check before the run that the version is supported and the engine's profiler enabled. May block, so
-        do not call this method on an event loop.
+        """Check before the run that the engine's version is supported and its profiler is enabled.
+
+        May block, so do not call this method on an event loop.
 
         Raises:
             EngineError: the check failed. The message has the fix.
@@ -144,13 +145,20 @@ class EngineProfiler(Protocol):
 
     @abstractmethod
     async def start(self, capture: EngineCapture) -> None:
-        """Start recording. Return when every worker of the replica has begun."""
+        """Start recording. Return when every worker of the replica has begun.
+
+        Raises:
+            EngineError: the engine already records, or did not start. Nothing is left running.
+        """
 
     @abstractmethod
     async def stop(self) -> list[Artifact]:
-        """Stop recording. Return the files, complete on disk, with ranks known or None.
+        """Stop recording. Return the files, which are complete on disk. A rank is None if it is unknown.
 
         A stop that is cancelled may go on in the background. Readers find the files by their sidecars.
+
+        Raises:
+            EngineError: nothing was recorded, or files are missing or incomplete. The message has the reason.
         """
 
     def counters(self) -> Sequence[CounterSource]:
@@ -212,7 +220,7 @@ class EngineProfilerBase(EngineProfiler):
         """Make the engine of this process keep its latest forward passes, for the flight recorder.
 
         Args:
-            memory_mb: Memory that the passes may take.
+            memory_mb: Memory in MB that the passes may take.
 
         Returns:
             False if the engine cannot answer yet. A thread of stepscope calls this method until it returns
