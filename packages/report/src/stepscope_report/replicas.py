@@ -83,8 +83,8 @@ class Replica(msgspec.Struct, kw_only=True):
 
 
 _Key = tuple[str, ReplicaKey]
-"""("replica", key of the replica), or ("process" or "requests of", a key whose number is the process'
-index)."""
+"""(kind, key). The kind `replica` has the key of the replica. The kinds `process` and `requests of` have a
+key whose number is the index of the process."""
 
 
 def find_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> list[Replica]:

@@ -116,8 +116,8 @@ def _count(
 def matched_calls(
     activities: Iterable[TraceActivity],
 ) -> Iterator[tuple[str, str, Iterator[list[Member]]]]:
-    """Yield (role, collective, calls) for each process group of several processes. A call is the list of its
-    members, at least two.
+    """Yield (role, collective, calls) for each process group of several processes. A call is a list with a
+    `Member` for each process in it, at least two.
 
     Calls are matched by run, process group and torch's number. Calls in traces without groups are matched by
     name and order, if several processes made the same number of them. Traces that are unaligned are left out.

@@ -258,7 +258,9 @@ class _Lineup:
             )
 
     def _late(self) -> Iterator[Suspect]:
-        """Yield the ranks that were late where ranks meet, with the stage that made them late."""
+        """Yield the ranks that came late to meetings of ranks (collectives), with the stage that made them
+        late.
+        """
         graph, spans = self._graph, self._timeline.spans
         found: dict[tuple[int, Label | None, Label], list[_Lateness]] = defaultdict(list)
         met_ns: dict[int, int] = {}
@@ -526,8 +528,8 @@ class _Lineup:
                     yield suspect
 
     def _only_calls_tools(self, by_process: Mapping[int, Work]) -> bool:
-        """Return whether calls of tools below these calls, such as in the tool's server, took half of their
-        time.
+        """Return whether tool calls inside these calls, such as calls recorded by the tool's server, took
+        half of their time.
         """
         nodes = [node for work in by_process.values() for node in work.nodes]
         below = (kid for node in nodes for kid in self._graph.kids.get(node, ()))

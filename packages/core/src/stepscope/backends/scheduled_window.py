@@ -27,7 +27,9 @@ class Place(NamedTuple):
 
 
 def place(schedule: ScheduleConfig | None, mini_batch: int) -> Place:
-    """Return the phase and cycle of mini-batch 0, 1, 2... of a window. Without a schedule, each is active."""
+    """Return the phase and cycle of mini-batch 0, 1, 2... of a window. Without a schedule, all mini-batches
+    are active.
+    """
     if schedule is None:
         return Place("active", 0)
     at = mini_batch - schedule.skip_first

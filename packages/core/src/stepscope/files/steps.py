@@ -135,9 +135,9 @@ def _large(stages: Stages) -> set[str]:
 
 
 def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
-    """Return the groups of steps with unusual durations that occur in every n-th step.
+    """Return the groups of steps of unusual duration that recur in every n-th step, such as evaluations.
 
-    Each item is (steps of the group, (n, remainder of the steps' numbers)).
+    Each item is (steps of the group, (n, remainder of their numbers modulo n)).
     """
     ordered = sorted(took, key=lambda step: took[step])
     breaks = [at for at, (a, b) in enumerate(pairwise(ordered), 1) if took[b] > GAP * took[a]]

@@ -39,8 +39,8 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def longest_process(times: Iterable[tuple[str, float]]) -> tuple[str, int]:
-    """Return the process with the longest sum of times in us, and the sum in ns. Ranks run at once, so that a
-    sum over ranks is no time that a step could save.
+    """Return the process with the longest sum of times in us, and the sum in ns. The sum over all ranks would
+    not be a time that a step could save, because ranks run at the same time.
     """
     sums: dict[str, float] = defaultdict(float)
     for name, us in times:

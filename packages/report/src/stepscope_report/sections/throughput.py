@@ -372,7 +372,9 @@ def _outermost(timeline: Timeline) -> set[Label]:
 def _traced(
     timeline: Timeline, activities: Sequence[TraceActivity], hardware: Hardware
 ) -> Iterator[StageUse]:
-    """Yield the stages of processes whose traces have shapes, within the time that the traces cover."""
+    """Yield the use of devices by each stage, from the traces that have shapes. Only the time that these
+    traces cover counts.
+    """
     if not any(activity.content.flops.counts for activity in activities):
         return
     flops: dict[Label, float] = defaultdict(float)

@@ -83,7 +83,8 @@ class _Fit(NamedTuple):
 
 
 class Band:
-    """The (value at 0, value at 1) of every line that fits all bounds so far: a convex polygon.
+    """The lines that fit all bounds so far. A line is a point (value at 0, value at 1), and all these points
+    are a convex polygon.
 
     Whatever the number of bounds, only its corners are kept. Values are ns, at most some hours from 0, where
     doubles are exact to a fraction of a ns.

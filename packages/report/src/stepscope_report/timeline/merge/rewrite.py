@@ -1,7 +1,8 @@
 """Rewriting of foreign events as bytes, with new pids, tids, ids and times; other values stay the same.
 
-Two ways lead to the same result. A batch of plain events goes the fast way (`Template`). The thorough way
-decodes each event into its fields. It takes any order, layout and type of ids, and costs ten times as much.
+Two ways lead to the same result. The fast way (`Template`) is used for batches of plain events. The thorough
+way decodes each event into its fields. It supports any order, layout and type of ids, and takes ten times as
+long.
 """
 
 from __future__ import annotations

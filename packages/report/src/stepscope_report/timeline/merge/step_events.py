@@ -138,7 +138,9 @@ class Drawn:
                 }  # fmt: skip
 
     def consumed(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
-        """Yield a mark for each trajectory that the row's process trains on, on a track of their own."""
+        """Yield a mark for each trajectory that the row's process trains on. All these marks are on one
+        track.
+        """
         marks = [span for span in self._timeline.consumed if span.process == row.process]
         if not marks or not self._selection.rank(row.info.rank):
             return

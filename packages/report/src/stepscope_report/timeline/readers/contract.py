@@ -98,7 +98,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the timeline. It comes before its first event, and again if it gets a better name.
+    """A line of the timeline. A reader yields a track before the track's first event, and again if it finds a
+    better name.
 
     Tracks of one process that have one name are one track, also across the files that one reader reads.
     """
