@@ -22,9 +22,11 @@ from stepscope_sglang._files.capture_folder import CaptureFolder, Content, File,
 
 State: TypeAlias = Literal["armed", "stopped", "by itself", "by others", "unused"]
 """
-armed       SGLang records from the next forward pass on stopped     stepscope's stop ended the recording by
-itself   the recording had reached its count before the stop by others   other code had stopped the recording
-before the stop unused      no forward pass ran, so nothing was recorded and no file is missing
+armed       SGLang records from the next forward pass on
+stopped     stepscope's stop ended the recording
+by itself   the recording had reached its count before the stop
+by others   other code had stopped the recording before the stop
+unused      no forward pass ran, so nothing was recorded and no file is missing
 
 A recording changes its state once, from `armed` to another state."""
 

@@ -9,7 +9,7 @@ A closing has three parts. On the caller's thread, `Session.leave` reads the clo
 `Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`) and stops recording and the
 profiler of this process (`Session.end`). On the private loop, while the caller waits, `CaptureWork._close`
 writes the spans and counters, awaits workers and engines, writes the manifest (`conclusion.conclude`) and
-frees the process for the next capture. Later, on the exporter's thread (`output.Exporter`), traces and their
+frees the process for the next capture. Later, on the exporter's thread (`exports.Exporter`), traces and their
 sidecars are written, and the manifest is written again (`pipeline.fold_when_written`).
 """
 
