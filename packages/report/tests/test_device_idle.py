@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,29 @@ def test_steps_of_two_recordings_are_compared_and_gated(tmp_path: Path, command:
     limit = ("--stage", "computation and copies", "--fail-above", "10%")
     assert command("diff", *slow, "--json", *limit, code=1).json["gate"]["failed"] is True
     command("diff", *slow, "--stage", "backward", "--fail-above", "10%")
+
+
+def test_phases_of_steps_on_the_cpu_are_compared(tmp_path: Path, command: Command) -> None:
+    for name, backward_us in (("a", 300), ("b", 450)):
+        events = []
+        for number in range(5):
+            at = 1000.0 * number
+            events += [
+                on_host("user_annotation", f"ProfilerStep#{number}", at, at + 1000),
+                on_host("user_annotation", "forward", at, at + 200),
+                on_host("user_annotation", "backward", at + 200, at + 200 + backward_us),
+            ]
+        trace(tmp_path / name / "rank0.json", events)
+    sides = tmp_path / "a", tmp_path / "b"
+    phases = {row["stage"]: row["delta_ns"] for row in command("diff", *sides, "--json").json["phases"]}
+    assert phases == {"forward": 0, "backward": 150_000}
+    assert "backward 300 us 450 us +150 us * +15.0" in " ".join(command("diff", *sides).out.split())
+
+
+def test_steps_of_the_slowest_of_many_ranks_are_printed(tmp_path: Path, command: Command) -> None:
+    for rank in range(9):
+        steps = [on_host("user_annotation", "ProfilerStep#1", 0, 100 + 10 * rank)]
+        trace(tmp_path / f"rank{rank}.json", steps, rank=rank, pid=100 + rank)
+    printed = command("report", tmp_path).out
+    assert re.findall(r"Steps of (rank \d)", printed) == ["rank 5", "rank 6", "rank 7", "rank 8"]
+    assert "4 of 9 processes, with the longest steps." in printed

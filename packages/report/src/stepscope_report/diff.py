@@ -74,6 +74,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     """Change of `Side.step_ns`, b - a. It does not include opening and closing the capture."""
     changes: tuple[Change, ...]
     """All lines, the largest change first, whatever its sign."""
+    phases: tuple[Change, ...] = ()
+    """Changes of times that overlap the lines, as the forward pass: of traces of others alone."""
     kernels: KernelDiff | None = None
     """The changes of kernels, or None if the traces were not read."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from shlex import quote
@@ -336,10 +336,19 @@ def _beside(row: ProfilerStepRow) -> dict[str, float]:
 def plain_diff(a: PlainSteps, b: PlainSteps) -> Diff:
     """Return the change of each part, the largest first."""
     names = dict.fromkeys(name for side in (a, b) for parts in side.parts.values() for name in parts)
-    changes = [_change(name, a, b) for name in names]
+    parts = a.parts.values(), b.parts.values()
+    changes = [_change(name, "host" if name == _ON_HOST else "device", *parts) for name in names]
     changes.sort(key=lambda change: (-abs(change.delta_ns), change.stage or ""))
     sides = _side(a), _side(b)
-    return Diff(a=sides[0], b=sides[1], delta_ns=sides[1].step_ns - sides[0].step_ns, changes=tuple(changes))
+    beside = a.beside.values(), b.beside.values()
+    known = {name for side in beside for times in side for name, ns in times.items() if ns}
+    return Diff(
+        a=sides[0],
+        b=sides[1],
+        delta_ns=sides[1].step_ns - sides[0].step_ns,
+        changes=tuple(changes),
+        phases=tuple(_change(name, "phase", *beside) for name in _BESIDE if name in known),
+    )
 
 
 def _side(steps: PlainSteps) -> Side:
@@ -354,13 +363,16 @@ def _side(steps: PlainSteps) -> Side:
     )
 
 
-def _change(name: str, a: PlainSteps, b: PlainSteps) -> Change:
-    one, other = ([parts.get(name, 0.0) for parts in side.parts.values()] for side in (a, b))
+def _change(
+    name: str, role: str, a: Iterable[Mapping[str, float]], b: Iterable[Mapping[str, float]]
+) -> Change:
+    """Return the change of one time. `a` and `b` hold the times of each step by name."""
+    one, other = ([times.get(name, 0.0) for times in side] for side in (a, b))
     figures = _figures(one), _figures(other)
     apart = len(one) > 1 and len(other) > 1 and (max(one) < min(other) or max(other) < min(one))
     return Change(
         kind="stage",
-        role="device" if name != _ON_HOST else "host",
+        role=role,
         stage=name,
         a=figures[0],
         b=figures[1],

@@ -102,6 +102,8 @@ def _head(report: StepReport) -> Text:
 # A comparison.
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
+_PHASE_COLUMNS = ("phase", ">A", ">B", ">B - A", ">% of A")
+_PHASES = "Times of the step that overlap the lines above."
 _KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")
 
 
@@ -113,6 +115,8 @@ def render_diff(comparison: Diff) -> RenderableType:
         _diff_head(comparison),
         table("What changed", COLUMNS, _diff_rows(comparison), _diff_note(comparison)),
     ]
+    if comparison.phases:
+        parts.append(table("Phases", _PHASE_COLUMNS, _phase_rows(comparison), _PHASES))
     grown = comparison.kernels
     if grown is not None:
         parts.append(
@@ -124,10 +128,16 @@ def render_diff(comparison: Diff) -> RenderableType:
 def diff_markdown(comparison: Diff) -> str:
     head = "  \n".join(_diff_head(comparison).plain.splitlines())
     parts = [head, markdown_table(COLUMNS, _diff_rows(comparison)), _diff_note(comparison)]
+    if comparison.phases:
+        parts += [markdown_table(_PHASE_COLUMNS, _phase_rows(comparison)), _PHASES]
     grown = comparison.kernels
     if grown is not None:
         parts += [markdown_table(_KERNEL_COLUMNS, _kernel_rows(grown)), _kernel_note(grown)]
     return "\n\n".join(parts)
+
+
+def _phase_rows(comparison: Diff) -> list[tuple[str, ...]]:
+    return [_diff_row(change, comparison.a.step_ns)[1:6] for change in comparison.phases]
 
 
 def _kernel_rows(grown: KernelDiff) -> list[tuple[str, ...]]:
@@ -197,10 +207,9 @@ def _side(side: Side) -> str:
 
 
 def _diff_note(comparison: Diff) -> str:
-    note = (
-        "A and B: share of the step; B - A adds up. % of A: of A's step. calls, mean call: A > B.\n"
-        f"{BESIDE}: the capture, outside of the step."
-    )
+    note = "A and B: share of the step; B - A adds up. % of A: of A's step."
+    if comparison.a.opening_ns or comparison.b.opening_ns:  # traces of others have no calls and no capture
+        note += f" calls, mean call: A > B.\n{BESIDE}: the capture, outside of the step."
     if len(comparison.a.steps) > 1 or len(comparison.b.steps) > 1:
         note += " Per step, by the mean."
     if len(comparison.a.steps) > 1 and len(comparison.b.steps) > 1:
@@ -210,6 +219,7 @@ def _diff_note(comparison: Diff) -> str:
 
 def _diff_row(change: Change, total_ns: int) -> tuple[str, ...]:
     a, b = change.a, change.b
+    called = change.kind == "stage" and (a.calls or b.calls)
     return (
         change.role or "",
         change.stage or change.kind,
@@ -217,8 +227,8 @@ def _diff_row(change: Change, total_ns: int) -> tuple[str, ...]:
         duration(b.wall_ns),
         signed(change.delta_ns) + (" *" if change.apart else ""),
         percentage(change.delta_ns, total_ns),
-        "" if change.kind != "stage" else both(f"{a.calls:g}", f"{b.calls:g}"),
-        "" if change.kind != "stage" else both(duration(a.mean_ns), duration(b.mean_ns)),
+        both(f"{a.calls:g}", f"{b.calls:g}") if called else "",
+        both(duration(a.mean_ns), duration(b.mean_ns)) if called else "",
     )
 
 

@@ -133,8 +133,8 @@ def _more_steps(undecided: Sequence[Check]) -> str:
     if any(check.source == "captured" for check in undecided):
         return (
             text
-            + "Set save_path, and not record: off, in both runs: then every step counts, not the captured "
-            "ones alone."
+            + "Record more steps. With stepscope, set save_path, and not record: off, in both runs: then "
+            "every step counts, not the captured ones alone."
         )
     return text + "Let both runs take more steps, or raise the limit."
 

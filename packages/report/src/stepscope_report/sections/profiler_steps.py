@@ -13,6 +13,8 @@ from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
 
 SHOWN = 10
+_PROCESSES = 4
+"""Number of processes whose steps are printed."""
 """Number of steps of a process that are printed: the longest."""
 
 
@@ -71,7 +73,12 @@ def _known(us: float | None) -> int | None:
 
 
 def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
-    for process, own in grouped(rows, lambda row: row.process).items():
+    """Yield a table of the steps of each process, at most of the `_PROCESSES` with the longest steps."""
+    by_process = grouped(rows, lambda row: row.process)
+    order = sorted(by_process, key=lambda name: -max(row.dur_ns for row in by_process[name]))
+    chosen = [name for name in by_process if name in order[:_PROCESSES]]
+    for process in chosen:
+        own = by_process[process]
         longest = sorted(own, key=lambda row: -row.dur_ns)[:SHOWN]
         shown = sorted(longest, key=lambda row: row.step)
         known = [(name, of) for name, of in _COLUMNS.items() if any(of(row) is not None for row in own)]
@@ -86,6 +93,8 @@ def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
             cells.append(middle[: len(columns)])
         doubted = own[0].doubted
         note = f"{less}{_slowest(own)}{say_doubted([doubted])}".strip()
+        if process == chosen[-1] and len(by_process) > len(chosen):
+            note = f"{note} {len(chosen)} of {len(by_process)} processes, with the longest steps.".strip()
         yield TextTable(f"Steps of {doubt(process, doubted)}", columns, tuple(cells), note)
 
 
