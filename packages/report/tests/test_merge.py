@@ -9,7 +9,6 @@ import errno
 import gzip
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -500,37 +499,14 @@ def test_a_merge_takes_little_more_memory_than_the_spans_it_reads(tmp_path: Path
     assert peak_of_merge < 1.5 * peak_of_load
 
 
-# The smaller timeline that `merge` proposes where the whole one is too large for a browser.
-
-
-def uneven(path: Path) -> StepFolder:
-    """Three ranks of an actor: rank 1 takes longest, rank 2 is the median."""
-    folder = StepFolder(path)
-    driver = folder.process("trainer", owner=True)
-    driver.span("train", 0, 100 * MS)
-    driver.close(100 * MS)
-    for rank, busy in enumerate((20, 90, 40)):
-        worker = folder.process("actor", rank)
-        worker.span("update_actor", 0, busy * MS)
-        worker.close(100 * MS)
-    return folder
-
-
-def test_the_slowest_and_the_median_rank_are_proposed(
+def test_too_many_events_for_a_browser_are_told_with_a_smaller_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = uneven(tmp_path).write()
-    assert "Smaller" not in CliRunner().invoke(app, ["merge", str(step)]).output
+    step = str(rl_step(tmp_path, ranks=1).write())
+    assert "--max-mb 200" not in CliRunner().invoke(app, ["merge", step]).output
     monkeypatch.setattr("stepscope_report.cli.merge.EVENTS", 3)
-    output = " ".join(CliRunner().invoke(app, ["merge", str(step)]).output.split())
-    assert f"stepscope merge {step} --ranks 1,2" in output
-    assert re.search("slowest rank is 1, .* 2", output)
-
-
-def test_without_an_uneven_stage_a_size_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepscope_report.cli.merge.EVENTS", 3)
-    output = CliRunner().invoke(app, ["merge", str(rl_step(tmp_path, ranks=1).write())]).output
-    assert "--max-mb 200" in " ".join(output.split())
+    output = CliRunner().invoke(app, ["merge", step]).output
+    assert f"stepscope merge {step} --max-mb 200" in " ".join(output.split())
 
 
 def test_the_traces_of_all_stages_of_a_process_share_its_row_and_its_threads(tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from statistics import median_low
 from typing import Annotated
 
 import typer
@@ -20,11 +18,9 @@ from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import RayAddress, absolute, cluster, find_run, find_steps, is_step, of_one_run
 from stepscope_report.cli.plain import expect_traces, is_plain
 from stepscope_report.formatting import count, size
-from stepscope_report.report import step_report
 from stepscope_report.sections.health import NOT_COMPLETE
-from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.terminal_blocks import listing
-from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
+from stepscope_report.timeline import Merged, Selection, bytes_to_read, merge_step
 from stepscope_report.timeline.merge.archive import Archived, archive_plain, archive_step
 from stepscope_report.timeline.merge.merge import merge_plain
 from stepscope_report.timeline.otlp_run import is_otlp
@@ -130,7 +126,8 @@ def merge(
     else:
         _show(merged, target)
         if step_path is not None and merged.events > EVENTS:
-            screen.say(proposal(step_path, merged.run_id))
+            smaller = f"stepscope merge {shlex.quote(str(step_path))} --max-mb 200"
+            screen.say(f"A browser may not open so many events. Smaller: {smaller}, or some --ranks")
     raise typer.Exit(_exit(merged))
 
 
@@ -213,35 +210,3 @@ def _count(number: int | None, what: str) -> str:
 def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
     more = len(lines) - _SHOWN
     return [*lines[:_SHOWN], *([f"and {more} more: see `stepscope merge --json`"] if more > 0 else [])]
-
-
-def proposal(step: Path, run_id: str) -> str:
-    """Return the command of a smaller merge, with two ranks of the most uneven stage, for a browser that
-    cannot open all events.
-    """
-    stages = step_report(load_step(step, run_id=run_id)).stages
-    start = "A browser may not open so many events."
-    uneven = max(filter(_ranked, stages), key=_spread_ns, default=None)
-    command = f"stepscope merge {shlex.quote(str(step))}"
-    if uneven is None or not _spread_ns(uneven):
-        return f"{start} Smaller: {command} --max-mb 200"
-    slowest, median = _slowest_and_median(uneven.processes)
-    what = f"{uneven.role} {uneven.title}: the slowest rank is {slowest.rank}, the median {median.rank}"
-    return f"{start} Smaller: {command} --ranks {slowest.rank},{median.rank} ({what})"
-
-
-def _ranked(stage: Stage) -> bool:
-    ranks = {share.rank for share in stage.processes}
-    return not stage.waits and None not in ranks and len(ranks) > 1
-
-
-def _spread_ns(stage: Stage) -> int:
-    """Return how much longer the slowest process was busy than the median process, in ns."""
-    slowest, median = _slowest_and_median(stage.processes)
-    return slowest.worked_ns - median.worked_ns
-
-
-def _slowest_and_median(shares: Sequence[Share]) -> tuple[Share, Share]:
-    middle = median_low(share.worked_ns for share in shares)
-    slowest = max(shares, key=lambda share: share.worked_ns)
-    return slowest, next(share for share in shares if share.worked_ns == middle)
