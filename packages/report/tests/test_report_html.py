@@ -17,7 +17,6 @@ from stepscope_report.html import colour_of
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import DOCS, WORDS, legend_of_words, render_step
 from stepscope_report.html.timecharts import ticks
-from stepscope_report.sections import StepFile
 from stepscope_report.timeline import load_step, load_traces
 from tests.tree import ROOT
 
@@ -63,9 +62,9 @@ def report_of(folder: StepFolder) -> StepReport:
     return step_report(load_step(folder.write()))
 
 
-def page_of(folder: StepFolder, *files: StepFile) -> str:
+def page_of(folder: StepFolder) -> str:
     timeline = load_step(folder.write())
-    return render_step(timeline, step_report(timeline), files)
+    return render_step(timeline, step_report(timeline))
 
 
 @pytest.mark.parametrize("ranks", [8, 512])
@@ -122,10 +121,7 @@ def test_a_stage_has_one_colour_on_every_page(tmp_path: Path) -> None:
 
 
 def test_a_page_asks_nobody_for_anything(tmp_path: Path) -> None:
-    for page in (
-        page_of(rl_step(tmp_path), StepFile(path="spans/", what="spans", bytes=1)),
-        run_page(tmp_path),
-    ):
+    for page in (page_of(rl_step(tmp_path)), run_page(tmp_path)):
         parsed = Page(page)
         assert [link for link in parsed.links() if not link.startswith(("./", "data:,", "#", DOCS))] == []
         assert "url(" not in page
@@ -160,7 +156,7 @@ def test_no_name_becomes_markup(tmp_path: Path) -> None:
     folder.processes[-1].span("x", 0, 900 * MS, role=HOSTILE, error=HOSTILE)
     harmless = Page(page_of(rl_step(tmp_path / "plain", ranks=3)))
     for page in (
-        page_of(folder, StepFile(path=HOSTILE, what=HOSTILE, bytes=1)),
+        page_of(folder),
         render_run([RunStep(report=report_of(folder), href=HOSTILE)] * 2, [HOSTILE]),
     ):
         parsed = Page(page)
@@ -171,13 +167,12 @@ def test_no_name_becomes_markup(tmp_path: Path) -> None:
         assert HOSTILE.partition("\x1b")[0] in "".join(parsed.text.values())
 
 
-def test_links_are_relative_whatever_a_file_is_called(tmp_path: Path) -> None:
-    name = "javascript:alert(1)//a b#?%.json"
-    parsed = Page(page_of(rl_step(tmp_path), StepFile(path=name, what="trace", bytes=2_000_000)))
+def test_a_link_to_a_step_is_relative_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    name = "javascript:alert(1)//a b#?%.html"
+    parsed = Page(render_run([RunStep(report=report_of(rl_step(tmp_path)), href=name)]))
     (link,) = [link for link in parsed.links() if not link.startswith(("#", "data:", DOCS))]
     assert link.startswith("./javascript%3A")
     assert unquote(link.removeprefix("./")) == name
-    assert "2.0 MB" in parsed.text["files"]
 
 
 def test_why_a_step_is_not_complete_stands_in_its_head(tmp_path: Path) -> None:

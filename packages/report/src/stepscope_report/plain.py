@@ -242,7 +242,7 @@ class Plain:
 
     def to_html(self) -> str:
         """Return the page, which links to no file."""
-        drawn = Page(self._timeline, self._report, Colours([], []), ())
+        drawn = Page(self._timeline, self._report, Colours([], []))
         notes = (tag("p", sentence, class_="note") for sentence in (self._extent(), LEFT_OUT))
         header = tag("header", tag("h1", self.title), *notes)
         advice = draw_advice(self._advice, drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,7 @@ import typer
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.sidecar import Artifact
-from stepscope.files.storage import size_below, write_atomic
+from stepscope.files.storage import write_atomic
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_markdown, brief_text, run_brief
 from stepscope_report.cli import screen
@@ -36,18 +35,12 @@ from stepscope_report.groups import ALWAYS, Grouping, attributes_of, group_spans
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
-from stepscope_report.sections import StepFile
 from stepscope_report.terminal import render, render_overview, render_short
 from stepscope_report.terminal_blocks import draw, markdown_table
 from stepscope_report.timeline import Timeline, Traces, bytes_to_read, load_step, load_traces, span_bytes
 
 SAMPLE = Path("outputs/sample")
 """Folder that the sample run is unpacked into if the command line names none."""
-
-
-_LINKED = 200
-"""Largest number of artifacts that a page links to one by one. If there are more, the page links to their
-folder."""
 
 
 OnTraces: TypeAlias = Callable[[StepLayout, Timeline, Traces], None]
@@ -421,7 +414,7 @@ class Pages:
         """Path of each page that could not be written, with the reason."""
 
     def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
-        self._write(layout.report, render_step(timeline, report, _files_of(layout, timeline)))
+        self._write(layout.report, render_step(timeline, report))
 
     def add_run(
         self,
@@ -451,43 +444,3 @@ class Pages:
             self.failed.append(f"{path} was not written: {error}")
         else:
             self.written.append(path)
-
-
-def _files_of(layout: StepLayout, timeline: Timeline) -> list[StepFile]:
-    """Return the files and folders of a step that its page links to: timeline, manifest, folders, and
-    artifacts.
-    """
-    whole = ((layout.timeline, "merged timeline, opens in ui.perfetto.dev"), (layout.manifest, "manifest"))
-    folders = (
-        (layout.spans, "spans, a file for each process"),
-        (layout.processes, "parts of the manifest, one for each process"),
-        (layout.traces, "traces"),
-    )
-    files = [_file(layout, path, what) for path, what in whole if path.is_file()]
-    files += [_folder(layout, path, what) for path, what in folders if path.is_dir()]
-    return [*files, *list(_artifacts(layout, timeline))[:_LINKED]]
-
-
-def _artifacts(layout: StepLayout, timeline: Timeline) -> Iterator[StepFile]:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
-    for part in parts:
-        for item in part.expected:
-            for artifact in item.artifacts:
-                path = layout.root / artifact.path
-                if path.is_file() and path.resolve().is_relative_to(layout.root.resolve()):
-                    yield _file(layout, path, _what(artifact))
-
-
-def _what(artifact: Artifact) -> str:
-    rank = "" if artifact.rank is None else f" {artifact.rank}"
-    stage = "" if artifact.stage is None else f", {artifact.stage}"
-    return f"{artifact.kind.replace('_', ' ')} of {artifact.role}{rank}{stage}"
-
-
-def _file(layout: StepLayout, path: Path, what: str) -> StepFile:
-    return StepFile(path=path.relative_to(layout.root).as_posix(), what=what, bytes=path.stat().st_size)
-
-
-def _folder(layout: StepLayout, path: Path, what: str) -> StepFile:
-    size_bytes = size_below(path)
-    return StepFile(path=path.relative_to(layout.root).as_posix() + "/", what=what, bytes=size_bytes)

@@ -10,7 +10,7 @@ from stepscope_report.formatting import count, duration, moment, percentage, per
 from stepscope_report.html import Colours, Html, first_section, page, section, tag
 from stepscope_report.model import StepReport
 from stepscope_report.report import SECTIONS, pages_of
-from stepscope_report.sections import GROUPS, OVERVIEW, RECORD, Page, StepFile
+from stepscope_report.sections import GROUPS, OVERVIEW, RECORD, Page
 from stepscope_report.sections.baseline import say_beside, say_usual
 from stepscope_report.sections.breakdown import draw_when
 from stepscope_report.sections.health import (
@@ -57,15 +57,14 @@ WORDS = (
 )
 
 
-def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile] = ()) -> str:
+def render_step(timeline: Timeline, report: StepReport) -> str:
     """Return the page of one step.
 
     Args:
         report: The report of `timeline`.
-        files: Files of the step that the page links to. They are not read.
     """
     timeline, _ = few_names(timeline)
-    groups = dict(_groups(_page(timeline, report, files)))
+    groups = dict(_groups(_page(timeline, report)))
     firsts = {name: first_section("".join(parts)) for name, parts in groups.items()}
     return page(
         report.name,
@@ -75,9 +74,9 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
     )
 
 
-def _page(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Page:
+def _page(timeline: Timeline, report: StepReport) -> Page:
     waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
-    return Page(timeline, report, Colours(_by_sight(report.stages), waiting), files)
+    return Page(timeline, report, Colours(_by_sight(report.stages), waiting))
 
 
 def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:

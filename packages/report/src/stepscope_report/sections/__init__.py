@@ -55,24 +55,12 @@ class Sources:
         return cast(Value, self._values[section.name])
 
 
-class StepFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a step, or a folder of its files, for a page to point to."""
-
-    path: str
-    """Path relative to the page, with `/` between its parts."""
-    what: str
-    """A description for people."""
-    bytes: int
-
-
 class Page(NamedTuple):
     """The page that a section is drawn on."""
 
     timeline: Timeline
     report: StepReport
     colours: Colours
-    files: Sequence[StepFile]
-    """Files of the step that the page links to."""
 
 
 class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):

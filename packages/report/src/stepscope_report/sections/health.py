@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 import msgspec
 
@@ -27,12 +26,11 @@ from stepscope_report.formatting import (
     numbers,
     plain,
     say_profiled,
-    size,
     starred,
     turn,
 )
-from stepscope_report.html import ROWS, Html, draw, section, table, tag
-from stepscope_report.sections import Section, StepFile
+from stepscope_report.html import ROWS, Html, draw, section, tag
+from stepscope_report.sections import Section
 from stepscope_report.table import Block, Listing, Paragraph, TextTable, grouped
 from stepscope_report.timeline import FileProblem, ProcessClock, Span, Timeline
 from stepscope_report.timeline.model import doubts
@@ -531,12 +529,10 @@ cells."""
 
 
 def draw_health(health: Health, page: Page) -> Iterator[Html]:
-    """Yield the lists of missing and failed parts, the table of processes, and links to the step's files."""
+    """Yield the lists of missing and failed parts, and the table of processes."""
     complete = [tag("p", say_complete(health), class_="said good")] if health.complete else []
     yield section("complete", "Complete, or not", *complete, *map(draw, health_lists(health)))
     yield _drawn_processes(health.processes)
-    if page.files:
-        yield _files(page.files)
 
 
 def _drawn_processes(processes: Sequence[ProcessRow]) -> Html:
@@ -544,18 +540,6 @@ def _drawn_processes(processes: Sequence[ProcessRow]) -> Html:
     if len(ordered) > DRAWN:
         order += f" {DRAWN:,} of {count(len(ordered), 'process')} are shown; --json has all."
     return section("processes", "Processes", draw(_processes_table(ordered[:DRAWN], order), "Processes"))
-
-
-def _files(files: Sequence[StepFile]) -> Html:
-    """Return links to the step's files. They are relative, so that they work in a copy of the folder."""
-    rows = [(_link(file.path), file.what, size(file.bytes)) for file in files]
-    note = "Spans and traces are this page's sources; stepscope report --json prints all tables."
-    return section("files", "Files", table(("file", "what", ">size"), rows), note=note)
-
-
-def _link(path: str) -> Html:
-    # "./" makes a path of a name like `javascript:x`, which would else be a scheme.
-    return tag("a", path, href="./" + quote(path))
 
 
 def _health(sources: Sources) -> Health:
