@@ -19,6 +19,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.counters.load import (
+    GarbageShare,
     HostClaim,
     HostCpu,
     MemoryPressure,
@@ -129,6 +130,30 @@ def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
         gc.callbacks.pop()
         share.close()
     assert len(gc.callbacks) == before
+
+
+def test_a_sample_within_a_collection_counts_what_has_passed_of_it() -> None:
+    """A finalizer lets other threads run within a collection."""
+    share = GarbageShare()
+    within: list[float] = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            time.sleep(0.05)
+            within.append(share.sample()[""])
+            time.sleep(0.05)
+
+    try:
+        share.sample()
+        circle = Finalized()
+        circle.own = circle  # type: ignore[attr-defined]
+        del circle
+        gc.collect()
+        (first,), second = within, share.sample()[""]
+        assert 50 < first <= 100
+        assert 50 < second <= 100
+    finally:
+        share.close()
 
 
 class Alarm(Exception):

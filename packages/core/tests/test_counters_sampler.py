@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 
@@ -57,6 +57,19 @@ def sampled(*sources: Ticks, hz: float = 100, **options: int) -> Sampler:
     sampler = Sampler({"own": lambda: sources}, **options)
     run(sampler, sources[-1], hz)
     return sampler
+
+
+def test_a_sample_after_the_thread_stood_still_has_its_own_time() -> None:
+    class Stands(Ticks):
+        def sample(self) -> Mapping[str, float]:
+            time.sleep(0.06)  # as long as another thread holds the GIL
+            return super().sample()
+
+    first, second = Stands("first"), Ticks("second", enough=1)
+    for one, other in pairwise(sampled(first, second).between(0, 1 << 62)):
+        if 0 in one.values:
+            assert (list(one.values), list(other.values)) == ([0], [1])
+            assert other.at_ns - one.at_ns >= 60_000_000
 
 
 def test_the_ring_keeps_the_latest() -> None:

@@ -194,7 +194,9 @@ class GarbageShare(CounterSource):
     def __init__(self) -> None:
         self.longest_ns = 0
         """Longest run of the collector since the last sample of `LongestPause`, in ns."""
-        self._at_ns, self._paused_ns = time.monotonic_ns(), 0
+        self._ended_ns = 0
+        """Total duration of the runs that have ended."""
+        self._at_ns, self._until_then_ns = time.monotonic_ns(), 0
         self._times: dict[int, int] = {}
         """{number: monotonic ns}. Each run of the collector has four entries: two for its start, two for its
         end."""
@@ -209,13 +211,17 @@ class GarbageShare(CounterSource):
         while self._read + 3 in self._times:
             began_ns, _, ended_ns, _ = map(self._times.pop, range(self._read, self._read + 4))
             self._read += 4
-            self._paused_ns += ended_ns - began_ns
+            self._ended_ns += ended_ns - began_ns
             self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
 
     def sample(self) -> Mapping[str, float]:
         self.read()
-        at_ns, paused_ns = time.monotonic_ns(), self._paused_ns
-        passed_ns, self._at_ns, self._paused_ns = at_ns - self._at_ns, at_ns, 0
+        began_ns, at_ns = self._times.get(self._read), time.monotonic_ns()
+        total_ns = self._ended_ns
+        if began_ns is not None:  # a finalizer let this thread run within a run of the collector
+            total_ns += min(at_ns, self._times.get(self._read + 2, at_ns)) - began_ns
+        passed_ns, paused_ns = at_ns - self._at_ns, total_ns - self._until_then_ns
+        self._at_ns, self._until_then_ns = at_ns, total_ns
         return {"": 100 * paused_ns / passed_ns} if passed_ns > 0 else {}
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ _DUE = 0.9
 _SLOW_NS = 50_000_000
 """A counter whose last sample took longer is not sampled again at the stop, because the training waits for
 it."""
+_STOOD_NS = 20_000_000
+"""A tick is divided if this thread stood still within it for longer, such as during a garbage collection."""
 
 
 def rounded(value: float) -> float:
@@ -264,14 +266,21 @@ class Sampler:
         self._is_asked = False
         at_ns, values = monotonic_ns(), dict[int, float]()
         for source in tuple(self._sources):
+            if (now_ns := monotonic_ns()) - at_ns > _STOOD_NS:  # the values so far are older than the others
+                self._keep(at_ns, values)
+                at_ns, values = now_ns, {}
             if self._is_due(source, at_ns):
                 values.update(self._values(source))
-        if values:
-            if len(self._ticks) == self._ticks.maxlen:
-                self.since_ns = self._ticks[0].at_ns
-            self._ticks.append(Tick(at_ns, values))
+        self._keep(at_ns, values)
         if self.ticked is not None:
             self.ticked()
+
+    def _keep(self, at_ns: int, values: dict[int, float]) -> None:
+        if not values:
+            return
+        if len(self._ticks) == self._ticks.maxlen:
+            self.since_ns = self._ticks[0].at_ns
+        self._ticks.append(Tick(at_ns, values))
 
     def _is_due(self, source: CounterSource, at_ns: int) -> bool:
         if not source.interval_s:
