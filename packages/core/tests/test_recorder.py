@@ -472,6 +472,19 @@ def test_captured_steps_before_the_first_recorded_one_have_lines(tmp_path: Path)
     assert captured == [(0, True, 1), (1, True, 2), (2, False, 3), (3, True, 4)]
 
 
+def test_work_ahead_for_a_later_step_is_no_stage_of_a_step(tmp_path: Path) -> None:
+    config = config_in(tmp_path, steps=[1])
+    for step in range(3):
+        with capture(step, config=config):
+            for number in (step, step + 1):
+                with trajectory(f"t{number}", step=number):
+                    time.sleep(0.01 * (number - step + 1))
+    lines = lines_of(drained(tmp_path))
+    assert [line.captured for line in lines] == [False, True, False]
+    for line in lines:
+        assert 0.01 <= line.stages["agent_loop/trajectory"] <= line.dur_ns / 1e9 - 0.02
+
+
 def test_a_forked_daemon_lists_a_captured_step_first_too(tmp_path: Path) -> None:
     config = config_in(tmp_path, steps=[1, 3])
     steps_of(config, {}, 1)

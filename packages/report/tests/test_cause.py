@@ -112,13 +112,28 @@ def test_no_advice_and_no_line_of_a_brief_names_a_rank_that_waits(tmp_path: Path
     assert not [line for line in brief.splitlines() if "trainer 0 busy" in line or "trainer 0 is" in line]
 
 
-def test_a_rank_that_is_late_in_no_call_began_late(folder: StepFolder) -> None:
+def late_in_no_call(root: Path) -> StepFolder:
+    folder = StepFolder(root)
     for rank in range(2):
         trainer = folder.process("trainer", rank, owner=True)
         trainer.span("forward", 10 * MS, 110 * MS)
         trainer.span("all_reduce", (630 if rank else 110) * MS, 640 * MS)
     close(folder, 650 * MS)
+    return folder
+
+
+def test_a_rank_that_was_late_without_a_core_is_told_once(tmp_path: Path) -> None:
+    folder = late_in_no_call(tmp_path)
+    waits = {ms: 90.0 if 100 < ms < 640 else 0.0 for ms in range(0, 660, 10)}
+    percent(folder.processes[1], "main thread waits for a core", waits)
     cause = cause_of(folder)
+    assert told(cause) == ("slow-host", "trainer 1", None, 520)
+    assert re.search(r"trainer 1 began .* 520 ms .*no free core", cause.sentence)
+    assert cause.sentence.count("no free core") == 1
+
+
+def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
+    cause = cause_of(late_in_no_call(tmp_path))
     assert told(cause) == ("late-rank", "trainer 1", None, 520)
     assert re.search("trainer 1 .* 520 ms .* trainer 0", cause.sentence)
 

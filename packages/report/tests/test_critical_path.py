@@ -10,6 +10,7 @@ import json
 import random
 import zipfile
 from collections.abc import Iterable
+from functools import partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -266,6 +267,23 @@ def test_ranks_that_end_together_waited_for_the_one_that_began_last(late: int) -
     replay = Replay(step_graph(step(1000 * MS, spans)))
     assert replay.saves_ns([("actor", "load_batch")]) == 514 * MS
     assert replay.saves_ns([("actor", "update_actor")]) >= 478 * MS
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_broadcast_of_weights_to_another_role_waited_for_the_sender(together: bool) -> None:
+    """If the calls end apart, they are collectives of two groups with one name."""
+    ends_ms = 900 if together else 700
+    sends, receives = partial(span, role="actor"), partial(span, role="rollout")
+    spans = [
+        span(0, "sync", 0, 900 * MS),
+        sends(1, "send_weights", 1 * MS, ends_ms * MS, parent=0),
+        sends(1, "broadcast", 600 * MS, ends_ms * MS, parent=1, waits=True),
+        receives(2, "broadcast", 1 * MS, 900 * MS, parent=0, waits=True),
+    ]
+    for one in (spans[2], spans[3]):
+        one.attrs = {"group": "0", "sequence": 3}
+    path = known(step(900 * MS, spans))
+    assert ((1, "send_weights", "work", 599 * MS) in path) == together
 
 
 class Case(NamedTuple):

@@ -78,7 +78,8 @@ def top_stages(timeline: Timeline) -> dict[str, float]:
     stages, start_ns = Counter[str](), timeline.window.start_ns
     for span in timeline.spans:
         is_top = span.parent is None or timeline.spans[span.parent].process != span.process
-        if span.process == 0 and is_top and span.dur_ns is not None and span.start_ns >= start_ns:
+        is_own = span.process == 0 and span.step == timeline.step
+        if is_own and is_top and span.dur_ns is not None and span.start_ns >= start_ns:
             stages[f"{span.role}/{span.stage}"] += span.dur_ns
     return {stage: ns / 1e9 for stage, ns in stages.items()}
 

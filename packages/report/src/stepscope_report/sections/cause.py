@@ -527,7 +527,8 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         return f"{took} passed between the step before and this one ({usual} {suspect.beside})"
     if suspect.kind == "profiler":
         return f"profilers took {duration(suspect.ns)} of it"
-    if suspect.kind == "slow-host" and suspect.label is None and suspect.process is not None:
+    is_of_path = suspect.label is None and suspect.awaited_in is None
+    if suspect.kind == "slow-host" and is_of_path and suspect.process is not None:
         info = timeline.processes[suspect.process].info
         lacked = duration(suspect.longer_ns)
         return f"processes of host {info.host} had work and no free core for {lacked}{suspect.because}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
@@ -438,7 +438,7 @@ class _Builder:
                 collectives[key][span.process] = node
             elif key is None and span.role not in ROLLOUT:
                 calls[_label(span)][span.process].append(node)
-        for ranks in collectives.values():
+        for ranks in self._across_roles(collectives):
             longest_ns = self._turn(tuple(ranks.values())).whole_ns // 50
             members = [node for node in ranks.values() if self._is_at_once(node, longest_ns)]
             for node in ranks.values():
@@ -457,6 +457,22 @@ class _Builder:
             turns = list(zip(*by_process.values(), strict=True))
             if self._meet([self._turn(nodes) for nodes in turns]):
                 yield from (nodes for nodes in turns if self._turn(nodes).begins_apart)
+
+    def _across_roles(
+        self, collectives: Mapping[tuple[object, ...], Mapping[int, int]]
+    ) -> Iterator[Mapping[int, int]]:
+        """Yield {process: call} of each collective. Calls of several roles that end together are one, such as
+        a broadcast of weights. Other roles have groups of the same name, in which they count for themselves.
+        """
+        of_roles: dict[tuple[object, ...], list[Mapping[int, int]]] = defaultdict(list)
+        for (_, *rest), ranks in collectives.items():
+            of_roles[tuple(rest)].append(ranks)
+        for roles in of_roles.values():
+            turn = self._turn([node for ranks in roles for node in ranks.values()])
+            if len(roles) > 1 and turn.overlaps and turn.ends_together:
+                yield {process: node for ranks in roles for process, node in ranks.items()}
+            else:
+                yield from roles
 
     def _is_at_once(self, node: int, longest_ns: int) -> bool:
         """Return whether a collective's span begins at most `longest_ns`, or `_TOGETHER_NS` if longer, after

@@ -173,7 +173,7 @@ MOST_BYTES = 4 << 20
 
 
 def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
-    """Return {`role/stage`: seconds} of the top-level spans of an ended step.
+    """Return {`role/stage`: seconds} of the top-level spans of an ended step, without work of other steps.
 
     Args:
         spans: The spans that opened in the step, and perhaps other spans.
@@ -186,7 +186,7 @@ def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
         if (above is not None and above.log is not None) or not first_ns <= span.start_ns <= last_ns:
             continue
         end_ns = span.end_ns
-        if end_ns is None:
+        if end_ns is None or scopes.inherited(span)[1] not in (None, step.number):
             continue
         role = span.role or scopes.role_at(above) or span.log.process.role
         try:

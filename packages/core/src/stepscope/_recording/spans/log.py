@@ -70,7 +70,7 @@ class SpanLog(SpanMaker):
         self.failed: str | None = None
         """Reason why the file is incomplete, or None."""
         self.top_ns: dict[tuple[str, str], int] = defaultdict(int)
-        """{(role, stage): total duration of ended top-level spans}."""
+        """{(role, stage): total duration of ended top-level spans that belong to the step}."""
         self._young: deque[Span] = deque()
         """Spans without a line that were open at the last check, the oldest first. Like `_running`, used only
         by the writing thread."""
@@ -207,7 +207,8 @@ class SpanLog(SpanMaker):
             try:
                 record = lines.record_of(span, end_ns, self._step, self)
                 batch.append(record)
-                if is_own and record.parent is None and record.link is None and end_ns is not None:
+                is_top = record.parent is None and record.link is None and record.step is None
+                if is_own and is_top and end_ns is not None:
                     self.top_ns[record.role, record.stage] += end_ns - span.start_ns
             except ours() as error:  # only this span is lost
                 self.dropped += over
