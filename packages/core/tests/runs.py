@@ -107,13 +107,11 @@ def handling(signum: signal.Signals, handler: Callable[..., object]) -> Iterator
         signal.signal(signum, before)
 
 
-def python(
-    code: str, *arguments: object, status: int = 0, folder: Path | None = None, **variables: str
-) -> str:
+def python(code: str, *arguments: object, status: int = 0, **variables: str) -> str:
     """Return the output of a Python process, errors behind it. Its exit code must be `status`."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120,
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,12 +27,6 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.timeline import load_step
 
 Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
-    yield
-    assert slot.session() is None
 
 
 def a_config(tmp_path: Path, **budget: object) -> ProfileConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +11,6 @@ import pytest
 
 from packages.core.tests.runs import standing_recorder
 from stepscope import ProfileConfig, capture
-from stepscope._recording.capture import on_demand
-from stepscope._recording.recorder import standing, steps
 from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
 from stepscope.files.steps import StepLine
@@ -122,17 +120,8 @@ class Gpus(CounterSource):
         return {f"GPU {number}": value for number, value in enumerate(self._values)}
 
 
-@pytest.fixture
-def _recorder_ends() -> Iterator[None]:
-    yield
-    on_demand.end("the test ended")
-    on_demand._forget()
-    standing.stop()
-    steps._loops.clear()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_recorder_ends")
+@pytest.mark.usefixtures("one_recorder")
 def test_a_run_that_goes_on_answers_with_its_counters(tmp_path: Path) -> None:
     write_run(tmp_path, hosts=2, replicas=3)
     settings = {"save_path": str(tmp_path), "record": "spans", "control": {"poll_seconds": 0.05}}

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.core.tests.runs import spans_alone, until
 from packages.report.tests.commands import Command
-from stepscope import ProfileConfig, capture
+from stepscope import capture
 from stepscope._recording.recorder import standing
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
@@ -121,32 +122,19 @@ HANG_S = {"hang": 1, "signal": 600}
 
 @contextmanager
 def hanging(
-    program: str,
-    folder: Path,
-    ranks: int = 1,
-    head: str = HEAD,
-    ending: signal.Signals = signal.SIGKILL,
+    program: str, folder: Path, head: str = HEAD, ending: signal.Signals = signal.SIGKILL
 ) -> Iterator[None]:
-    """Start a program in so many processes. The block runs once each has said that it hangs."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", head + program, str(folder)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "STEPSCOPE_RUN_ID": "feed0002"} | ({"RANK": str(rank)} if ranks > 1 else {}),
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        for process in started:
+    """Start a program. The block runs once it has said that it hangs."""
+    command = [sys.executable, "-c", head + program, str(folder)]
+    environment = {**os.environ, "STEPSCOPE_RUN_ID": "feed0002"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        time.sleep(0.5)  # until the call after that line is reached
-        yield
-    finally:
-        for process in started:
+            time.sleep(0.5)  # until the call after that line is reached
+            yield
+        finally:
             process.send_signal(ending)
-            process.communicate()
 
 
 def answer_of(folder: Path, command: Command) -> dict[str, Any]:
@@ -202,10 +190,8 @@ def test_a_run_that_ended_names_the_call_that_held_it(tmp_path: Path, command: C
         'record="spans"', f'record="spans", steps=[], recorder={{"hang_seconds": {HANG_S[ending]}}}'
     )
     with hanging(FULL_QUEUE, tmp_path, head=head, ending=signal.SIGTERM):
-        until = time.monotonic() + 60
-        while ending == "hang" and not (tmp_path / "step_000003" / "manifest.json").exists():
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        if ending == "hang":
+            until((tmp_path / "step_000003" / "manifest.json").exists, 60)
     answer = command("why", tmp_path, "--wait", "0.2", "--json", code=3).json
     first = culprit_of(answer)
     assert (first["stage"], first["where"].partition(" at ")[0]) == ("push", "push")
@@ -253,14 +239,7 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(tmp_path: Path, comma
 def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     tmp_path: Path, command: Command, record: str, fix: str
 ) -> None:
-    settings = {
-        "save_path": str(tmp_path),
-        "steps": [1],
-        "record": record,
-        "roles": {"*": {"profiler": "off"}},
-    }
-    config = ProfileConfig.from_mapping(settings)
-    with capture(1, config=config):
+    with capture(1, config=spans_alone(tmp_path, steps=[1], record=record)):
         pass
     recorder = standing.standing()
     assert recorder is None or recorder.drain(20)  # its thread writes run.json
