@@ -194,7 +194,8 @@ class _Threads:
         self._moments = {thread: sorted(times) for thread, times in moments.items()}
 
     def waits(self, at: int, until_ns: int) -> bool:
-        """Return whether a span's thread was blocked in a call from the span's begin to `until_ns`.
+        """Return whether a span's thread was blocked in a call from the span's begin to `until_ns`, for at
+        least `_LEAST_NS`.
 
         A blocked thread is inside a call during all of this time, and no other span of the thread begins or
         ends.

@@ -1,16 +1,19 @@
 """The service curve of replicas: tokens per second by the number of requests in flight, fitted to a step.
 
-A replica with n requests in flight serves each of them at the same rate r(n). A request of w tokens that
-spent the time T(n) with n requests in flight has w = sum of T(n) r(n). The fit finds the rates of maximum
-likelihood for tokens that arrive at random, by Richardson and Lucy's iteration, which keeps the rates
-positive. The rates are ordered: with more requests, a replica writes no fewer tokens per second, and each
-request gets no more. Without this order, the rates of numbers that few requests saw were far off. Requests in
-flight include those that wait inside the engine, so the engine's limit shows as a flat curve. If spans show
-the queue, only requests that are served count as in flight.
+The model: a replica with n requests in flight generates tokens for each of them at the same rate r(n). A
+request that spent the time T(n) with n requests in flight therefore has w = sum over n of T(n) r(n) tokens.
+The fit finds the rates of maximum likelihood, for tokens that arrive at random, by the iteration of
+Richardson and Lucy, which keeps the rates positive.
+
+The rates are ordered: with more requests in flight, the tokens per second of a replica do not fall, and those
+of one request do not rise. Without this order, rates were far off at numbers that few requests saw.
+
+Requests that wait inside the engine are in flight too, so that the limit of an engine is a flat part of the
+curve. If spans show the queue, only requests that are being served are in flight.
 
 Between measured numbers of requests, the replica's tokens per second are interpolated. Below the smallest
-number, a request is served at the rate of the smallest number. Above the largest, the replica writes no more
-tokens per second. These are lower bounds: `Curve.beyond` adds to them, at most so much that the curve goes on
+measured number, a request has the rate of that number. Above the largest, the replica's tokens per second
+stay constant. These values are lower bounds. `Curve.beyond` raises them, at most until the curve continues
 with its slope.
 
 If engines recorded their forward passes, the curve is measured from the passes instead (`measured`).

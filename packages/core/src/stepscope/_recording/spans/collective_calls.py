@@ -11,9 +11,9 @@ so the times are times of the host.
 
 Collectives that C++ code issues, such as the buckets of DDP, come from torch's flight recorder of gloo. Newer
 versions of torch note the begin of each call of gloo (`TORCH_FR_BUFFER_SIZE`, 2,000 calls by default), but no
-end. So these spans have zero length, and a report finds from the begins in all ranks who waited. Reading
-2,000 calls takes 40 ms of CPU, so that only a step that is written has them. Calls of NCCL are left out: the
-host issues them long before the device runs them.
+end. So these spans have zero length, and a report derives from the begins in all ranks which ranks waited.
+Reading 2,000 calls takes 40 ms of CPU, so these spans are only in steps that are written. Calls of NCCL are
+left out: the host issues them long before the device runs them.
 """
 
 from __future__ import annotations

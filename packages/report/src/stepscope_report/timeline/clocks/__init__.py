@@ -1,10 +1,10 @@
-"""Placement of a process' monotonic times, which its spans have, on the wall clock of the capture's owner.
+"""Placement of the times of spans, which are monotonic, on the wall clock of the capture's owner.
 
 `collectives` and `refine` make offsets between hosts more exact.
 
-Traces have wall-clock times, which `rows.offset_at` places. An uncertainty covers everything that the
-samples allow: each steady drift up to `DRIFT_PPM` that fits the samples, and each jump of a wall clock that
-the anchors at the opening and the closing show.
+Traces have wall-clock times, which `rows.offset_at` places. An uncertainty covers everything that the samples
+allow: each steady drift up to `DRIFT_PPM` that fits the samples, and each jump of a wall clock that the
+anchors at the opening and the closing show.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Perfetto drops the later of two such slices. Examples are a range of the user, which begins inside the call of
 `__enter__` and ends after this call, and a kernel that the GPU starts before the previous kernel has ended.
 
-Each slice goes to the first line of its thread on which it nests among the slices before it in the file. Most
-files have events sorted by start, or a few such runs one after another: operators, then calls of Python, then
-calls of CUDA. Within a run, a stack of ends is enough. Against earlier runs, a slice is compared with the
-slices that are open at its two ends. Each slice of a file takes 20 bytes of memory.
+Each slice is put on the first line of its thread on which it nests with all slices that come before it in the
+file. Most files have events sorted by start, or a few such runs one after another: operators, then calls of
+Python, then calls of CUDA. Within a run, a stack of ends is enough. Against earlier runs, a slice is compared
+with the slices that are open at its two ends. Each slice of a file takes 20 bytes of memory.
 """
 
 from __future__ import annotations

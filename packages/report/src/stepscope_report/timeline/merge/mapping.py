@@ -2,8 +2,8 @@
 
 A time is mapped exactly. A row keeps the pid of its process unless another row has it, and a thread keeps its
 tid unless another thread of the row has it, so most events need no change. Other pids and tids get free
-numbers far below 2^32, which is as much as Perfetto takes. Flow and async ids get digits of their file in
-front; all stay below 10^15, exact in a double.
+numbers far below 2^32, the limit of Perfetto. Flow ids and async ids get the number of their file as a
+prefix. All ids stay below 10^15, so that a double represents them exactly.
 """
 
 from __future__ import annotations
