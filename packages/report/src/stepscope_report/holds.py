@@ -149,7 +149,9 @@ class Holds:
 
     def _works_longer(self, suspect: Suspect, most_ns: int) -> bool:
         """Return whether a suspect would still be slow if it had lacked a core for the same share of time as
-        its peers: by a quarter more than usual, and by half of its excess.
+        its peers.
+
+        Slow means: a quarter longer than usual, and by at least half of the measured excess.
 
         Args:
             most_ns: The longest time for which the suspect may have lacked a core. For its peers, the

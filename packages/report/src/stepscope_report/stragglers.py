@@ -250,9 +250,9 @@ def unseen_collectives(timeline: Timeline) -> int:
 def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:
     """Yield the first skipped collective of each group, as far as the recorded collectives show one.
 
-    A rank skipped a collective if it has called the same collectives as the other ranks before, and if its
-    next collectives are ones that the other ranks call after the skipped one. Other work between collectives
-    does not matter.
+    A rank skipped a collective if two things hold. Before it, the rank called the same collectives as the
+    other ranks. After it, the rank calls collectives that the other ranks call only later. Other work between
+    collectives does not matter.
     """
     groups: dict[object, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for node, span in enumerate(graph.spans):

@@ -1,7 +1,7 @@
 """Open calls of processes, engines and Ray actors at one moment, and what each call waits for.
 
-This file has more than 500 lines, because a call may wait for a rank that is behind in its collectives, and
-both are found in the same states.
+This file has more than 500 lines, because waits of calls and ranks that are behind are found in the same
+states.
 """
 
 from __future__ import annotations

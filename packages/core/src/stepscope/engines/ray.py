@@ -73,9 +73,10 @@ class RayRollout(EngineProfilerBase):
             actor: Handle of the replica's actor.
             engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
             attribute: Path of the engine in the actor's object: `llm` for `self.llm`, `server.engine`... If
-                None, stepscope uses the first of these that exists: the engine that an `instrument` entry
-                found in the actor, the object itself if the adapter recognises it or is a function, the only
-                attribute that the adapter recognises, the only engine of the adapter's kind in the process.
+                None, stepscope uses the first of these that exists: (1) the engine that an `instrument` entry
+                found in the actor, (2) the actor's object itself, if the adapter recognises it or `engine` is
+                a function, (3) the only attribute that the adapter recognises, (4) the only engine of the
+                adapter's kind in the process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         super().__init__(replica)

@@ -135,16 +135,17 @@ State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "ski
 """State of an expected item. `pending`: not there yet. `missing` and `failed` are final, unless
 `Expectation.pending` says that files may still come."""
 Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
-"""Kind of an expected item: the span file (`spans`); the file of counters; a recording of this process'
-profiler (`trace`) or of an inference engine; files from another host (`fetch`); hooks and `finish` (`after`);
-something that the configuration selects (`selection`); a CUDA out-of-memory snapshot (`memory`)."""
+"""Kind of an expected item. `spans`: the span file. `counters`: the file of counters. `trace`: a recording of
+this process' profiler. `engine`: a recording of an inference engine. `fetch`: files from another host.
+`after`: hooks and `finish`. `selection`: something that the configuration selects. `memory`: a snapshot of a
+CUDA out-of-memory error."""
 Pending: TypeAlias = Literal["closing", "exporting", "fetching", "running", "late"]
-"""The event that a pending item waits for: the process closes the capture; the file is written (`exporting`);
-the file is fetched from another host; the program ends (`running`); an engine writes its files after the
-deadline of its stop (`late`)."""
+"""The event that a pending item waits for. `closing`: the process closes the capture. `exporting`: the file
+is written. `fetching`: the file is fetched from another host. `running`: the program ends. `late`: an engine
+writes its files after the deadline of its stop."""
 EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
-"""Cause of an early end: an exception of the user's code, SIGTERM, the end of the process, or (`rollback`) a
-failure to open the capture."""
+"""Cause of an early end. `exception`: an exception of the user's code. `signal`: SIGTERM. `exit`: the end of
+the process. `rollback`: the capture failed to open."""
 OpenedBy: TypeAlias = Literal["program", "instrument"]
 """Opener of a capture: the program's own code, or an `instrument` entry."""
 _TROUBLE = ("missing", "partial", "failed")

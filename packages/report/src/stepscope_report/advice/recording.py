@@ -217,8 +217,9 @@ def blind_spot(evidence: Evidence) -> Advice | None:
 
 
 def not_typical(evidence: Evidence) -> Advice | None:
-    """Advise if the step is not typical: 10 % longer than the median of uncaptured steps and longer than nine
-    tenths of them, or 10 % shorter than the median and shorter than all.
+    """Advise if the step is not typical. A long step is 10 % longer than the median of uncaptured steps, and
+    longer than nine tenths of them. A short step is 10 % shorter than the median, and shorter than all of
+    them.
 
     Otherwise advise if engines served nothing for a tenth of the step because their own profilers wrote.
     """

@@ -372,8 +372,9 @@ OVERVIEW_NOTES = (
 
 
 def overview_cells(report: StepReport) -> tuple[str, ...]:
-    """Return the step's cells in the overview of a run: the durations of the step, of an uncaptured step, and
-    of the capture's opening and closing; the unaccounted share; and `yes` or `no` for a complete step.
+    """Return the step's cells in the overview of a run. They are the durations of the step, of an uncaptured
+    step, and of the capture's opening and closing, the unaccounted share, and whether the step is complete
+    (`yes` or `no`).
     """
     breakdown, health = report.breakdown, report.health
     usual_ns = None if report.baseline is None else report.baseline.p50_ns

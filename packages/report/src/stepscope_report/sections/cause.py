@@ -200,9 +200,10 @@ def _may_lack_cores(grown: Suspect, path: StepPath, holds: Holds) -> bool:
 
 
 def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int | None]:
-    """Return the stage with the most time on the critical path, and that time, if the time is at least
-    `least_ns` and uncaptured steps do not record this stage (it is no top span of the owner). Else return
-    (None, None).
+    """Return (stage, ns on the critical path) of the stage with the most time on the path.
+
+    Return (None, None) if the time is below `least_ns`, or if uncaptured steps record this stage, because it
+    is a top span of the owner.
     """
     times, known = near_step(path).path_ns, top_stages(path.graph.timeline)
     label = max(times, key=lambda label: times[label], default=None)

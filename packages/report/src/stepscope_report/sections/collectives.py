@@ -41,8 +41,8 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """The host of the group's ranks if they are all on one host, else None. None also if its name is
     unknown."""
     bytes: int
-    """Size of a call as nccl-tests counts it: for a gather or an all-gather the bytes that a rank has at the
-    end, for other operations the bytes that the rank has at the start."""
+    """Size of a call in bytes, as nccl-tests counts it. For a gather or an all-gather, this is the size that
+    a rank has at the end; for other operations, the size that a rank has at the start."""
     processes: int
     calls: int
     mean_ns: int

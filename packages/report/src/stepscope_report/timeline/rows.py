@@ -31,10 +31,9 @@ _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
 
 It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43. It rounds a
-thousand times that, which is a whole number from 2^52 on. Between these ranges (days 50.9 to 52.1) one in
-four times would be a ns late: a slice that ends together with its parent would end behind it, and not be
-shown at all.
-"""
+thousand times that, which is a whole number from 2^52 on. Between these ranges (days 50.9 to 52.1), one in
+four times would be a ns late. A slice that ends together with its parent would then end after the parent, and
+Perfetto would not show it."""
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):

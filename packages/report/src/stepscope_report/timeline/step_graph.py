@@ -42,8 +42,9 @@ class Cluster(NamedTuple):
     last: int
     """The node that ended last."""
     joined: bool
-    """True if something waited for the cluster's end: the next call is close to the end, or all calls of the
-    cluster have one stage, and such calls fill half of the call in which they lie."""
+    """True if something waited for the end of the cluster. This is assumed if the next call begins shortly
+    after the end. It is also assumed if all calls of the cluster have one stage, and calls of this stage fill
+    half of the call around them."""
     members: tuple[int, ...]
 
 
@@ -305,8 +306,11 @@ class _Builder:
         return calls + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
 
     def _not_awaited_tasks(self, calls: Iterable[int], waits: Iterable[int]) -> list[int]:
-        """Place each trajectory of a thread that ends in one of the thread's waits outside of trajectories in
-        that wait, because both are tasks of one event loop. Return the other calls.
+        """Place trajectories of a thread that end in a wait of the thread in that wait. Return the other
+        calls.
+
+        Only waits outside of trajectories count. Such a wait and the trajectories are tasks of one event
+        loop.
         """
         outside = [wait for wait in waits if self._spans[wait].trajectory is None]
         tasks = [node for node in calls if self._spans[node].trajectory is not None]

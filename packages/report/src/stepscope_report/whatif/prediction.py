@@ -5,11 +5,15 @@ The prediction is the measured duration times the ratio of the changed replay to
 replay, a generation ends when its replica has served all its tokens. The speed of a replica is a service
 curve, measured from recorded forward passes if there are any, else fitted (`curve`).
 
-Models are tried until the unchanged replay differs from the measured step by at most 3 %: with the measured
-curve, then with the fitted curve; with each curve, first with the queue that spans show, then as if a replica
-served all requests at once; and in each of these cases, first with the recorded tokens as work of a
-generation, then with the tokens that the curve gives for its measured duration (`work: durations`). If no
-model fits, or the tokens explain the durations badly, there is no prediction.
+Models are tried until the unchanged replay differs from the measured step by at most 3 %. A model consists of
+three choices. Models with the first alternatives are tried first:
+
+1. The measured curve, or the fitted curve.
+2. The queue for replicas that spans show, or replicas that serve all requests at once.
+3. The recorded tokens as the work of a generation (`work: tokens`), or the tokens that the curve gives for
+   its measured duration (`work: durations`).
+
+If no model fits, or the tokens explain the durations badly, there is no prediction.
 
 The interval holds 95 % of the ratios, by Student's t of their logarithms over a few rounds. Each round draws
 trajectories with replacement, fits the curve to them, and replays them without and with the changes. To

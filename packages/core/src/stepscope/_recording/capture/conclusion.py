@@ -54,8 +54,8 @@ def _retain(run: RunLayout, run_id: str, keep: int) -> None:
     """Remove the oldest captured steps of this run until `keep` steps are left. Files of other runs are not
     removed, even from the same step.
 
-    A step is kept while it is captured again, while work after its capture is running, and if its
-    `finish.command` failed, because the command may have to copy the step to another place.
+    A step is kept while it is captured again, and while work after its capture is running. It is also kept if
+    its `finish.command` failed, because the command may have to copy the step to another place.
     """
     times = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(times, key=lambda number: times[number])[: max(0, len(times) - keep)]

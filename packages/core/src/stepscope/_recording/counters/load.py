@@ -183,8 +183,9 @@ class GarbageShare(CounterSource):
     """Time in the garbage collector, in percent of the time since the previous sample. `gc.callbacks` report
     when each run begins and ends. No lock is used, because a run may begin at any allocation.
 
-    The callback consists of C functions only. If it had Python code, an exception of a signal handler could
-    be raised within it, where Python prints and ignores exceptions, so that the user's code would not get it.
+    The callback consists of C functions only. If the callback had Python code, an exception of a signal
+    handler could be raised inside the callback. There, Python prints and ignores exceptions, so the user's
+    code would not get it.
     """
 
     name = GC

@@ -179,8 +179,8 @@ class _Calls:
     def _read_tasks(self) -> None:
         """Assign all tasks to their spans.
 
-        For each task, only objects are stored that the garbage collector does not track, because many tracked
-        objects would cause a collection, which scans all of the user's objects and holds the GIL.
+        For each task, only objects are stored that the garbage collector does not track. Many tracked objects
+        would cause a collection, which scans all of the user's objects and holds the GIL.
         """
         beside: Counter[Group] = Counter()
         known: dict[Group, Group] = {}

@@ -3,8 +3,8 @@
 A span appends itself to its log when it opens; the recorded code does nothing else. A thread checks the log
 five times a second, and writes a `span` line for each span that has ended. A span that is still open gets an
 `open` line at the first check after it has run for a second, so that a hang is visible. A crash loses the
-spans that ended since the last check or opened in the last 1.2 seconds, and after a burst of spans those that
-wait for the next check (`FLUSH_NS`).
+spans that ended since the last check, and those that opened in the last 1.2 seconds. After a burst of spans,
+it also loses the spans that wait for the next check (`FLUSH_NS`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Wrappers of functions, for `profile_step` and `instrument`. Their source is generated for each signature.
 
-This is how dataclasses generate `__init__`. A `def wrapper(self, batch, *, lr)` that calls
-`fn(self, batch, lr=lr)` is faster than a `*args, **kwargs` closure while nothing is recorded, raises
-TypeErrors for wrong arguments where the user expects them, and has a code object with the arguments and the
-kind that other code inspects.
+This is how dataclasses generate `__init__`. A `def wrapper(self, batch, *, lr)` that calls `fn(self, batch,
+lr=lr)` has three advantages over a `*args, **kwargs` closure. It is faster while nothing is recorded. It
+raises TypeErrors for wrong arguments where the user expects them. And its code object has the arguments and
+the kind that other code inspects.
 
 If Ray pickles a class by value, the closures of its wrappers are pickled too. A closure refers to the module
 `slot`, which is pickled by reference. A value imported *from* `slot` would be copied, and the copy would
