@@ -116,7 +116,7 @@ def test_an_export_is_a_compressed_file_with_its_sidecar(exporter: Exporter, tmp
     assert gzip.decompress(done.path.read_bytes()) == BODY
     sidecar = msgspec.json.decode(sidecar_of(done.path).read_bytes(), type=Sidecar)
     assert sidecar.artifact.size_bytes == done.path.stat().st_size
-    assert done.results[0].cost_ns >= done.results[0].stall_ns > 0
+    assert done.results[0].cost_ns > 0
 
 
 def test_nobody_else_can_read_a_trace(exporter: Exporter, tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     cost_ns: int
     """Duration of the export, in its thread."""
-    stall_ns: int = 0
-    """The part of `cost_ns` in `PendingArtifact.write`, which may have held the GIL."""
 
     @property
     def artifact(self) -> Artifact | None:
@@ -117,29 +115,23 @@ class Exporter:
 
 def _export(job: _Job) -> ExportResult:
     began = time.monotonic_ns()
-    stall_ns = 0
     folder: Path | None = None
     try:
         job.target.parent.mkdir(parents=True, exist_ok=True)
         folder = temporary(job.target)
         folder.mkdir(mode=0o700)
         file = folder / job.target.name
-        writing = time.monotonic_ns()
-        try:
-            job.pending.write(file)
-        finally:
-            stall_ns = time.monotonic_ns() - writing
+        job.pending.write(file)
         if job.pending.compress:
             file = compress(file)
         sidecar = _put(job, file)
     except ours() as error:
         job.pending.discard()
-        took = time.monotonic_ns() - began
-        return ExportResult(error=f"{type(error).__name__}: {error}", cost_ns=took, stall_ns=stall_ns)
+        return ExportResult(error=f"{type(error).__name__}: {error}", cost_ns=time.monotonic_ns() - began)
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    return ExportResult(sidecar=sidecar, cost_ns=time.monotonic_ns() - began, stall_ns=stall_ns)
+    return ExportResult(sidecar=sidecar, cost_ns=time.monotonic_ns() - began)
 
 
 def _put(job: _Job, file: Path) -> Sidecar:
