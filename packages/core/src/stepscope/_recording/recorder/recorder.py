@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ from stepscope._recording.recorder.write import (
     windows_by_time,
 )
 from stepscope._recording.spans import collective_calls, slot
-from stepscope._recording.spans.span import Span, mark, mark_consumed
+from stepscope._recording.spans.span import mark, mark_consumed
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files import clock
@@ -354,13 +354,11 @@ class Recorder:
     def state(self) -> ProcessState:
         """Return the current state of this process."""
         running, session = self.steps.running, slot.session()
-        logs = [self.log.open_spans()]
-        if session is not None:
-            logs.insert(0, cast("list[Span]", session.log.open_spans()))
+        others = () if session is None else session.log.open_spans()
         return state_of(
             self.process,
             self.run_id,
-            logs,
+            [*others, *self.log.open_spans()],
             step=self.log.step if session is None else session.step,
             step_age_ns=None if running is None else running.dur_ns,
             workers=dict(self.workers),

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -83,8 +82,6 @@ _REST_S = 0.0005
 """Length of a pause, in which another thread may take the interpreter and keep it until it waits."""
 _BATCH = 20
 """Number of items between two looks at the clock."""
-_NEXT_LOG = 1 << 40
-"""Offset between the numbers of spans of two logs, so that the numbers differ."""
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
 """(name, file) of asyncio's methods whose `self` is a running loop, or has the attribute `_loop`."""
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
@@ -98,7 +95,7 @@ used because it is faster to hash than the code object."""
 def state_of(
     process: ProcessInfo,
     run_id: str,
-    logs: Sequence[list[Span]],
+    open_spans: Sequence[Span],
     *,
     step: int | None,
     step_age_ns: int | None,
@@ -108,15 +105,13 @@ def state_of(
     """Return the state of this process now.
 
     Args:
-        logs: The open spans of each log. Other processes refer to spans of the first log.
+        open_spans: The open spans of all logs.
         sampler: The sampler of this process' counters, or None.
     """
     began, callbacks = time.monotonic(), _callbacks()
     now_ns = time.monotonic_ns()
-    spans, found = _Calls(logs).read(now_ns)
-    open_ = [
-        span for log in logs for span in log if span.end_ns is None and span.attrs and SEQUENCE in span.attrs
-    ]
+    spans, found = _Calls(open_spans).read(now_ns)
+    open_ = [span for span in open_spans if span.end_ns is None and span.attrs and SEQUENCE in span.attrs]
     if callbacks:
         time.sleep(max(0.0, began + _BLOCKED_S - time.monotonic()))
     return ProcessState(
@@ -140,19 +135,15 @@ def state_of(
 class _Calls:
     """Selection of open spans and tasks of this process for its state."""
 
-    def __init__(self, logs: Sequence[list[Span]]) -> None:
-        every = chain.from_iterable(logs)
-        spans = [span for span in every if span.attrs is None or not _is_collective_of_a_call(span)]
+    def __init__(self, open_spans: Sequence[Span]) -> None:
+        spans = [span for span in open_spans if span.attrs is None or not _is_collective_of_a_call(span)]
         self._spans = sorted(spans, key=attrgetter("start_ns"))
-        newest_first = (span for log in logs for span in reversed(log))
-        self._logs = list(dict.fromkeys(id(span.log) for span in newest_first))
-        """Ids of the logs, each of which numbers its spans from 1."""
-        self._numbers: dict[int, int] = {}
-        """{id of a selected span: its number in the state}."""
+        self._kept: dict[int, Span] = {}
+        """{number of a selected span: the span}."""
         self._task_of: dict[int, Any] = {}
-        """{id of a span: the first task in it}."""
+        """{number of a span: the first task in it}."""
         self._groups: dict[int, Group] = {}
-        """{id of a span with a task: its group}."""
+        """{number of a span with a task: its group}."""
         self._rest: list[Any] = []
         """Tasks without a span, and the second and later tasks of a span. Their number is limited."""
         self._pause_at = time.monotonic() + _BITE_S
@@ -161,10 +152,11 @@ class _Calls:
         """Return records of the selected spans and tasks."""
         self._read_tasks()
         leaves, left_out = self._leaves()
-        kept = self._with_those_above(leaves)
-        spans = tuple(self._open_span(span, now_ns, left_out.get(id(span), 0)) for span in self._paced(kept))
-        own = [self._task_of[id(span)] for span in kept if id(span) in self._task_of]
-        found = [tasks.task_of(task, self._number) for task in self._paced([*own, *self._rest])]
+        self._keep_with_those_above(leaves)
+        kept = tuple(self._kept.values())
+        spans = tuple(self._open_span(span, now_ns, left_out.get(span.id, 0)) for span in self._paced(kept))
+        own = [self._task_of[number] for number in self._kept if number in self._task_of]
+        found = [tasks.task_of(task, self._kept) for task in self._paced([*own, *self._rest])]
         known = {task.id for task in found}
         return spans, tuple(_without_unknown(task, known) for task in found)
 
@@ -191,29 +183,29 @@ class _Calls:
             place = None if innermost is None else (id(innermost[0]), innermost[1])
             group = ("", None, place) if span is None else (span.stage, span.role, place)
             group = known.setdefault(group, group)
-            if span is not None and id(span) not in self._task_of:
-                self._task_of[id(span)] = task
-                self._groups[id(span)] = group
+            if span is not None and span.id not in self._task_of:
+                self._task_of[span.id] = task
+                self._groups[span.id] = group
             elif beside[group] < ALIKE and len(self._rest) < MOST:
                 beside[group] += 1
                 self._rest.append(task)
 
     def _leaves(self) -> tuple[list[Span], dict[int, int]]:
-        """Return the innermost open spans, at most `ALIKE` of each group and `MOST` in total, and {id of the
-        first span of a group: number of its spans that are left out}.
+        """Return the innermost open spans, at most `ALIKE` of each group and `MOST` in total, and {number
+        of the first span of a group: count of its spans that are left out}.
         """
-        above, open_ = set[int](), list[Span]()
+        above, open_ = set[int | None](), list[Span]()
         for span in self._paced(self._spans):
             if span.end_ns is None:
                 open_.append(span)
-                above.add(id(_parent_of(span)))
+                above.add(_number(_parent_of(span)))
         counts: Counter[Group] = Counter()
         first: dict[Group, Span] = {}
         ranked: list[tuple[int, Span]] = []
         for span in self._paced(open_):
-            if id(span) in above:
+            if span.id in above:
                 continue
-            group = self._groups.get(id(span)) or (span.stage, span.role, None)
+            group = self._groups.get(span.id) or (span.stage, span.role, None)
             if counts[group] < ALIKE:
                 ranked.append((counts[group], span))
                 first.setdefault(group, span)
@@ -221,30 +213,23 @@ class _Calls:
         # The oldest span of each place comes first, then the second oldest of each place.
         ranked.sort(key=lambda item: item[0])
         kept = [span for _, span in ranked[:MOST]]
-        shown = Counter(self._groups.get(id(span)) or (span.stage, span.role, None) for span in kept)
-        return kept, {id(span): counts[group] - shown[group] for group, span in first.items()}
+        shown = Counter(self._groups.get(span.id) or (span.stage, span.role, None) for span in kept)
+        return kept, {span.id: counts[group] - shown[group] for group, span in first.items()}
 
-    def _with_those_above(self, leaves: Sequence[Span]) -> list[Span]:
-        """Return `leaves` and all open spans above them, and assign numbers to these spans."""
-        kept: dict[int, Span] = {}
+    def _keep_with_those_above(self, leaves: Sequence[Span]) -> None:
+        """Select `leaves` and all open spans above them."""
         for leaf in leaves:
             span: Span | None = leaf
-            while span is not None and id(span) not in kept:
-                kept[id(span)] = span
+            while span is not None and span.id not in self._kept:
+                self._kept[span.id] = span
                 span = _parent_of(span)
-        for span in kept.values():
-            self._numbers[id(span)] = span.id + self._logs.index(id(span.log)) * _NEXT_LOG
-        return list(kept.values())
-
-    def _number(self, span: Span) -> int | None:
-        return self._numbers.get(id(span))
 
     def _open_span(self, span: Span, now_ns: int, alike: int) -> OpenSpan:
         role, _, _, trajectory, turn = scopes.inherited(span)
-        parent, (_, link, _) = _parent_of(span), lines.parent_of(span, span.log)
+        _, link, _ = lines.parent_of(span, span.log)
         return OpenSpan(
-            span=self._numbers[id(span)],
-            parent=None if parent is None else self._number(parent),
+            span=span.id,
+            parent=_number(_parent_of(span)),
             link=link,
             role=bounded(str(role or span.log.process.role)),
             stage=bounded(str(span.stage)),
@@ -270,6 +255,10 @@ def _parent_of(span: Span) -> Span | None:
     while scope is not None and (scope.log is not span.log or scope.end_ns is not None):
         scope = scope.parent
     return cast("Span | None", scope)
+
+
+def _number(span: Span | None) -> int | None:
+    return None if span is None else span.id
 
 
 def _without_unknown(task: Task, known: set[int]) -> Task:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextvars import Context
 from types import CodeType, CoroutineType, FrameType
 from typing import Any, TypeAlias, cast
@@ -98,11 +98,11 @@ def place_of(task: Any) -> Place:
     return None if frame is None else (frame.f_code, frame.f_lineno or 0)
 
 
-def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
+def task_of(task: Any, shown: Container[int]) -> Task:
     """Return the state of a task.
 
     Args:
-        number: Returns the number of a span in the state, or None if the span is not in the state.
+        shown: Numbers of the spans in the state.
     """
     chain = list(_chain(task.get_coro()))
     awaits = "" if not chain or chain[-1][1] is None else f"{type(chain[-1][1]).__name__}"[:MAX_TEXT]
@@ -117,7 +117,7 @@ def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
         name=bounded(task.get_name()),
         frames=tuple(frame_of(frame) for frame, _ in reversed(chain)),
         awaits=awaits,
-        span=None if span is None else number(span),
+        span=span.id if span is not None and span.id in shown else None,
         awaited=tuple(
             id(item)
             for item in _awaited(waiter if source is None else source, chain[-1][0] if chain else None)
