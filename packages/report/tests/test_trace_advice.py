@@ -11,7 +11,7 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.test_device_idle import launched, on_host
-from packages.report.tests.test_plain_traces import RECORDED, trace
+from packages.report.tests.test_plain_traces import BASE_NS, RECORDED, trace
 from stepscope_report.advice.kernels import is_single
 
 Json = dict[str, Any]
@@ -190,8 +190,12 @@ def test_all_processes_that_wait_for_their_data_are_named(tmp_path: Path, comman
     assert advice["because"] == ["rank 1: 40.0 us of the 100 us of its steps"]
 
 
-def write_late_rank(folder: Path, late_us: float) -> None:
-    """Write the traces of three ranks, of which one computes longer before each all-reduce."""
+def write_late_rank(folder: Path, late_us: float, run: int = 0) -> None:
+    """Write the traces of three ranks, of which one computes longer before each all-reduce.
+
+    Args:
+        run: Number of the run. Each begins 1,000 s after the one before.
+    """
     for rank in range(3):
         events, at = list[Json](), 100.0
         for number in range(0, 40, 2):
@@ -203,7 +207,20 @@ def write_late_rank(folder: Path, late_us: float) -> None:
             prepared = on_host("user_annotation", "tokenize", at, at + computed - 1.5 * late_us)
             events += [*compute, *reduce, prepared]
             at = ended
-        trace(folder / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
+        base_ns, pid = BASE_NS + run * 10**12, 100 + 10 * run + rank
+        trace(folder / f"{run}rank{rank}.json", events, rank=rank, pid=pid, base_ns=base_ns)
+
+
+def test_ranks_of_another_run_do_not_wait_for_a_late_one(tmp_path: Path, command: Command) -> None:
+    def said(folder: Path) -> tuple[object, object]:
+        report = command("report", folder, "--json").json
+        (late,) = (advice for advice in report["advice"] if advice["rule"] == "stragglers")
+        return late["saves_ns"], late["because"]
+
+    write_late_rank(tmp_path / "both", 10_000.0)
+    write_late_rank(tmp_path / "both", 8_000.0, run=1)
+    write_late_rank(tmp_path / "one", 10_000.0)
+    assert said(tmp_path / "both") == said(tmp_path / "one")
 
 
 def test_ranks_that_wait_for_one_and_compute_less_are_told(tmp_path: Path, command: Command) -> None:

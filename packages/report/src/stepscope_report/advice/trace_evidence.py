@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -36,6 +36,19 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     def recorded_ns(self, process: str) -> int:
         return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
+
+    def beside(self, process: str, names: Collection[str]) -> set[str]:
+        """Return the named processes that were recorded while another one was: those of its run."""
+        extents = [
+            (one.name, one.unix_ns(one.content.first_us or 0.0), one.unix_ns(one.content.last_us or 0.0))
+            for one in self.activities
+        ]
+        own = [extent for extent in extents if extent[0] == process]
+        return {
+            name
+            for name, start_ns, end_ns in extents
+            if name != process and name in names and any(start_ns < b and a < end_ns for _, a, b in own)
+        }
 
 
 def longest_process(times: Iterable[tuple[str, float]]) -> tuple[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from statistics import median
 
 import msgspec
@@ -225,12 +225,15 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
     totals: dict[str, int] = defaultdict(int)
     for row in evidence.traces.stragglers:
         totals[row.process] += row.others_waited_ns
-    if len(totals) < 2:
+    process = max(totals, key=lambda name: totals[name], default="")
+    collectives = {row.collective for row in evidence.traces.stragglers if row.process == process}
+    met = {row.process for row in evidence.traces.stragglers if row.collective in collectives}
+    run = evidence.beside(process, met)
+    if not run:
         return
-    process = max(totals, key=lambda name: totals[name])
-    each_ns = totals[process] // (len(totals) - 1)
+    each_ns = totals[process] // len(run)
     least_ns = max(evidence.recorded_ns(process) / 20, _SCHEDULED_NS * _steps_of(process, evidence))
-    if each_ns < least_ns or totals[process] * 2 < sum(totals.values()):
+    if each_ns < least_ns or totals[process] < sum(totals[name] for name in run):
         return
     part = percentage_of(each_ns, evidence.recorded_ns(process))
     yield Advice(
@@ -238,7 +241,7 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
         what=f"the other ranks wait for {process} in collectives",
         because=(
             f"each for {duration(each_ns)}, {part} of the time recorded",
-            *_longer_there(process, each_ns, evidence),
+            *_longer_there(process, run, each_ns, evidence),
         ),
         do=f"look at {process}: its data (tokens in a micro-batch), work that it does alone, its host",
         saves_ns=each_ns,
@@ -255,14 +258,14 @@ def _steps_of(process: str, evidence: TraceEvidence) -> int:
     return steps or min(row.calls for row in evidence.traces.stragglers if row.process == process)
 
 
-def _longer_there(process: str, each_ns: int, evidence: TraceEvidence) -> Iterator[str]:
-    """Yield a sentence on the label in which a process took longer than others of its role, if that explains
-    half of the others' waiting.
+def _longer_there(process: str, run: Collection[str], each_ns: int, evidence: TraceEvidence) -> Iterator[str]:
+    """Yield a sentence on the label in which a process took longer than others of its role in its run, if
+    that explains half of the others' waiting.
     """
     (role,) = {activity.info.role for activity in evidence.activities if activity.name == process}
     times: dict[str, dict[tuple[str, ...], float]] = {}
     for activity in evidence.activities:
-        if activity.info.role == role:
+        if activity.info.role == role and activity.name in {process, *run}:
             own = times.setdefault(activity.name, {})
             for label in activity.content.labels:
                 own[label.path] = own.get(label.path, 0.0) + label.cpu_us
@@ -282,10 +285,12 @@ def _longer_there(process: str, each_ns: int, evidence: TraceEvidence) -> Iterat
 def uneven_work(evidence: TraceEvidence) -> Iterator[Advice]:
     """Advise if the device of one rank computed for a fifth longer than the median of its role."""
     for role, rows in grouped(evidence.traces.devices, lambda row: row.role).items():
-        ordered = sorted(rows, key=lambda row: row.compute_ns)
+        longest = max(rows, key=lambda row: row.compute_ns)
+        run = {longest.process, *evidence.beside(longest.process, {row.process for row in rows})}
+        ordered = sorted((row for row in rows if row.process in run), key=lambda row: row.compute_ns)
         if len(ordered) < 2:
             continue
-        middle, longest = ordered[(len(ordered) - 1) // 2], ordered[-1]
+        middle = ordered[(len(ordered) - 1) // 2]
         more_ns = longest.compute_ns - middle.compute_ns
         if more_ns * 5 < middle.compute_ns or more_ns * 50 < longest.recorded_ns or not _together(ordered):
             continue
