@@ -273,8 +273,8 @@ class Holds:
         )
 
     def _by_thread(self, path: StepPath) -> dict[tuple[int, int], list[Pair]]:
-        """Return the stretches of the critical path by process and thread. Stretches outside of calls, or in
-        threads without samples, count for the main thread.
+        """Return the stretches of the critical path by process and thread. Stretches outside of calls, and
+        stretches of threads without samples, are added to the main thread.
         """
         found: dict[tuple[int, int], list[Pair]] = defaultdict(list)
         for piece in path.pieces:

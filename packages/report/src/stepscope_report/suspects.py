@@ -712,7 +712,7 @@ class _Lateness(NamedTuple):
 
 
 def _by_process(spans: Sequence[Span], nodes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the calls of each process."""
+    """Return the calls of each process, as tuples of nodes, one for each process that has calls."""
     calls: dict[int, list[int]] = defaultdict(list)
     for node in nodes:
         calls[spans[node].process].append(node)

@@ -25,8 +25,8 @@ log = logging.getLogger("stepscope")
 _told = False
 """True if the fixed options have been logged. One writer: `check`."""
 PARTS = ("profiler/torch_npu_profiler.py", "worker/worker_v1.py", "worker/worker.py")
-"""Files that may make vllm-ascend's profiler, in releases from 0.20 on, up to 0.12, and between. The first
-file that makes a profiler is used."""
+"""Files of vllm-ascend that may create its profiler: from 0.20 on, up to 0.12, and in the releases between.
+The first file that creates a profiler is used."""
 _DEFAULTS = {
     "record_shapes": "False",
     "with_stack": "False",

@@ -299,7 +299,9 @@ def _only_group(distributed: Distributed | None) -> str:
 
 
 def _kind(event: _Event, world: str, alone: str) -> Kind | None:
-    """Return the kind of an event, or None if it is no collective in which all ranks wait for all."""
+    """Return the `Kind` of an event. Return None for events that are no collectives, and for collectives that
+    a rank may leave before all ranks have entered.
+    """
     if event.name.startswith("gloo:"):
         return Kind(world, alone, event.name) if event.name in _ALL_WAIT else None
     op = _text(event.args.op)

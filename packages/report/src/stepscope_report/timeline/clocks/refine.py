@@ -397,7 +397,9 @@ def _say(kind: Kind, why: str) -> str:
 
 
 def _differences(first: _HostClock, clock: _HostClock) -> Iterator[Sample]:
-    """Yield samples of `clock` against `first`. If `first` is the owner's clock, yield `clock.samples`."""
+    """Yield samples of the offset of `clock` against `first`, computed from the samples of both clocks
+    against the owner's. If `first` is the owner's clock, these are `clock.samples`.
+    """
     for sample in clock.samples:
         owner_ns = sample.wall_ns - sample.offset_ns
         known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))

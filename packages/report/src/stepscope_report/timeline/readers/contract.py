@@ -36,8 +36,8 @@ CLOCK_MONOTONIC_RAW there, placed by the anchors in the file's sidecar; or ns si
 
 
 def clock_of(times_ns: Iterable[int]) -> Clock:
-    """Return the clock of times that a file gives as unix ns: `unknown` if most of them are before 2000, else
-    `realtime`, even without any time.
+    """Return the clock of times that a file states as unix ns. The clock is `unknown` if most times are
+    before the year 2000, else `realtime`. Without any time, it is `realtime`.
     """
     at_ns = middle(times_ns)
     return "realtime" if at_ns is None or is_wall(round(at_ns)) else "unknown"
