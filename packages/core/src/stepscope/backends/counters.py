@@ -30,6 +30,7 @@ class CounterSource(Protocol):
     unit: str
     """`%`, `B`, `ms`, `W`, `MHz`, `/s`; empty for a plain number."""
     kind: CounterKind = "level"
+    """`level`, `interval` or `total`: see `stepscope.files.counters.CounterKind`."""
     scope: CounterScope = "process"
     """`process`, or `host` for a counter that one process of each host samples."""
     interval_s: float = 0.0

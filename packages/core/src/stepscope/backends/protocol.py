@@ -20,6 +20,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     process: ProcessInfo
+    """Identity of this process: role, rank, host, pid."""
     stage: str | None
     """Stage that the window records, or None in continuous mode."""
     index: int

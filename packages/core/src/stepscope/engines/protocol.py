@@ -33,6 +33,7 @@ class Iterations(msgspec.Struct, frozen=True, kw_only=True):
     """A window of engine iterations (forward passes, not tokens), counted from the start of a capture."""
 
     start: int = 0
+    """Number of iterations to skip before recording."""
     count: int | None = None
     """The number of iterations to record; None to record until the capture ends."""
     running: int | None = None
@@ -54,12 +55,17 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Profile name or prefix: distinct for each capture of a run."""
     replica: int
     activities: tuple[str, ...] = ("cpu", "cuda")
+    """Activities to record, as in `torch.activities`. An adapter leaves out those that the engine's device
+    lacks."""
     with_stack: bool = False
+    """True to record Python stacks. This option and the next ones have the meaning of torch.profiler."""
     record_shapes: bool = False
     profile_memory: bool = False
     iterations: Iterations = Iterations()
     by_stage: bool = False
+    """True to write prefill and decode to separate files."""
     merge: bool = False
+    """True to let the engine merge the files of its ranks."""
     passes: int = 0
     """Largest number of forward passes to note in a file of `files.passes`; 0 for none."""
     profiler: bool = True

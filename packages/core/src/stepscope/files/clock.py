@@ -43,6 +43,7 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
     process: str
     """`ProcessInfo.key` of the other process."""
     offset_ns: Int
+    """Lead of the other process' wall clock over the owner's, in ns."""
     uncertainty_ns: Int
     """Largest error of the offset, half the round trip of the best exchange."""
     at_mono_ns: Int

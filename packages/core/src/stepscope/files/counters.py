@@ -55,6 +55,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     process: ProcessInfo
     anchor: ClockAnchor
     hz: float
+    """Samples per second that the capture asked for."""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field="kind"):
@@ -67,11 +68,13 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field=
     """The measured object: `GPU 3`, `replica 0`. Empty for the process or its host."""
     unit: str = ""
     how: CounterKind = "level"
+    """Kind of the values, as `CounterSource.kind`."""
     scope: CounterScope = "process"
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="kind"):
     at_ns: Int
+    """Time of the tick, CLOCK_MONOTONIC in ns."""
     values: dict[Int, float]
     """{number of a series: value}. Series without a sample at this time are left out."""
 

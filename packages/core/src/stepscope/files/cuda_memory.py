@@ -41,9 +41,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     """Largest number of bytes that were allocated at one time within the history."""
     peak_us: int | None
+    """Time of the peak in unix us, or None if torch does not report it."""
     peak_reserved_bytes: int
     """Largest number of bytes that the allocator reserved on the device."""
     end_bytes: int
+    """Bytes that were allocated when the snapshot was taken."""
     end_reserved_bytes: int
     """Bytes that the allocator had reserved when the snapshot was taken."""
     before_bytes: int
@@ -51,6 +53,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     blocks: tuple[Block, ...]
     """The largest blocks at the peak, in descending order."""
     other_blocks: int
+    """Number of smaller blocks at the peak, which are not listed."""
     other_bytes: int
     """Bytes of the smaller blocks, which are not listed."""
     frames: tuple[str, ...]
@@ -86,6 +89,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str | None
     """The file name of the snapshot. Open it at https://pytorch.org/memory_viz."""
     why_none: str | None = None
+    """Reason why there is no snapshot, or None if there is one."""
 
 
 def write_out_of_memory(run: RunLayout, number: int, record: OutOfMemory) -> None:

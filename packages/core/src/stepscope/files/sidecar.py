@@ -50,6 +50,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """Start of the stall in unix ns, on the clock of the artifact's host."""
     end_ns: Int
     doing: Literal["starting", "writing"]
+    """What the profiler did: it started, or it wrote its file."""
     source: Literal["stamps", "file"]
     """Source of the times. `stamps`: stepscope measured the stall in the engine's process. `file`: the stall
     is the time from the end of the recording until its last file was complete."""
@@ -105,5 +106,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     opened: ClockAnchor | None
     """Clock reading of the recording process when the recording began, or None if unknown."""
     closed: ClockAnchor | None
+    """Clock reading of the recording process when the recording ended, or None if unknown."""
     versions: dict[str, str] = {}
+    """{library: version} of the libraries that a reader needs to know."""
     options: dict[str, str | int | float | bool | None] = {}
+    """{option that the profiler ran with: value}."""

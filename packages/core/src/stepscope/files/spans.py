@@ -62,8 +62,11 @@ class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     """A span in another process or another step."""
 
     process: str
+    """`ProcessInfo.key` of the span's process."""
     span: Int
+    """Number of the span in the file of its process."""
     step: Int | None = None
+    """The captured step whose files contain the span, or None for the step of the file with the link."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
