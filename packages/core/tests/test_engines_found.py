@@ -18,6 +18,7 @@ from stepscope.engines import (
     protocol,
     recognise,
 )
+from stepscope.engines.own_thread import users_loop
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -72,6 +73,10 @@ def test_an_entry_point_that_names_a_class_is_told_the_fix(monkeypatch: pytest.M
         load_engine("fake")
     with pytest.raises(EngineError, match="names a class"):
         recognise(FakeEngine(), 0)
+
+
+def test_synchronous_code_has_no_event_loop_for_an_engine() -> None:
+    assert users_loop() is None
 
 
 def test_the_run_records_the_versions_of_the_engines_that_adapters_name() -> None:

@@ -214,6 +214,35 @@ class TestFailures:
         assert str(tmp_path / folder) in done.error
         assert done.discarded == 1
 
+    def test_a_disk_that_fills_while_compressing_leaves_nothing(
+        self, exporter: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("shutil.copyfileobj", full)
+        done = Submission(exporter, tmp_path / "a.json")
+        exporter.drain(30)
+        assert "No space left" in done.error
+        assert not list(tmp_path.iterdir())
+
+    def test_a_result_that_cannot_be_reported_stops_nothing(
+        self, exporter: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+
+        def broken(_: ExportResult) -> None:
+            raise RuntimeError("nobody listens")
+
+        first = Submission(exporter, tmp_path / "other" / "a.json")
+        pending = PendingArtifact(kind="k", suffix=".json", write=writes(), compress=False)
+        exporter.submit(
+            pending, target=tmp_path / "a.json", describe=first._describe, on_done=broken, deferred=False
+        )
+        last = Submission(exporter, tmp_path / "b.json")
+        assert exporter.drain(30) == []
+        assert last.path.is_file()
+
 
 class TestProcess:
     def test_a_forked_child_has_an_empty_queue(self, tmp_path: Path) -> None:

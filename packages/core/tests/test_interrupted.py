@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -22,15 +23,16 @@ from stepscope import ProfileConfig, capture, span
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.process import exports, private_loop
 from stepscope._recording.spans import slot
+from stepscope.backends import window_thread
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.torch import foreign_sessions
+from stepscope.backends.torch import foreign_sessions, window
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.storage import write_atomic
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 if TYPE_CHECKING:
-    pass
+    from torch.profiler.profiler import _KinetoProfile as Profile
 
 TESTING = os.path.join(OURS, "testing")
 TORCHS = ("torch/autograd/profiler.py", "torch/profiler/profiler.py")
@@ -165,3 +167,46 @@ def test_a_ctrl_c_while_torchs_window_is_closed_leaves_no_session_of_torch_runni
     import torch  # noqa: F401  # loaded, so that there is something to record
 
     assert every(3, tmp_path, monkeypatch, "torch", closed) > 20
+
+
+@pytest.mark.needs("torch")
+def test_a_ctrl_c_as_soon_as_torchs_session_has_begun_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch  # noqa: F401
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_once(profile: Profile) -> str | None:
+        monkeypatch.setattr(window, "_stop", stop)
+        raise KeyboardInterrupt
+
+    config = ProfileConfig(
+        save_path=tmp_path, steps="0:10", torch={"activities": ["cpu"]}, roles={"*": {"ranks": "all"}}
+    )
+    stop = window._stop
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(window_thread, "weakref", SimpleNamespace(finalize=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            capture(1, config=config).open()
+    assert foreign_sessions.busy() is None
+    assert PROCESS_LOCK.holder is None
+    monkeypatch.setattr(window, "kineto_has_started", False)
+    monkeypatch.setattr(window, "_stop", interrupted_once)  # of the empty window
+    with pytest.raises(KeyboardInterrupt):
+        capture(2, config=config).open()
+    assert PROCESS_LOCK.holder is None
+    drain = window_thread.MAIN._drain
+
+    def drain_later() -> None:  # it is in the line of the main thread
+        monkeypatch.setattr(window_thread.MAIN, "_drain", drain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(window_thread.MAIN, "_drain", drain_later)
+    with pytest.raises(KeyboardInterrupt):
+        capture(3, config=config).open()
+    with capture(4, config=config) as cap:
+        pass
+    cap.result.wait()
+    assert cap.result.problems() == []

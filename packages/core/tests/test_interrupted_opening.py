@@ -11,10 +11,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,12 +23,14 @@ import pytest
 from packages.core.tests.interruptions import LEFTOVERS, OURS, Signal
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import capture as captures
+from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
 from stepscope._recording.fanout.worker_side import start_worker, stop_worker
 from stepscope._recording.process import exports, shutdown
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.session import session
 from stepscope._recording.session.profiler_windows import Windows
+from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import Backend
@@ -179,6 +182,23 @@ def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
     assert count > 30
     whole_capture(config, count + 1)
     assert not files_left_open(tmp_path)
+
+
+@pytest.mark.needs("torch")
+def test_a_capture_that_a_signal_closes_before_its_work_begins_leaves_no_folder(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, cap = CaptureWork.begin, capture(1, config=config)
+
+    def closed_first(work: CaptureWork) -> Coroutine[Any, Any, Session | None]:
+        cap.close()
+        return begin(work)
+
+    monkeypatch.setattr(CaptureWork, "begin", closed_first)
+    cap.open()
+    cap.close()
+    nothing_records(None)
+    assert not RunLayout(config.save_path).step(1).root.exists()
 
 
 @pytest.mark.needs("torch")

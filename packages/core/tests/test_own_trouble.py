@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from stepscope import ProfileConfig, capture, flush, span
 from stepscope._recording.capture import on_demand
 from stepscope._recording.fanout.messages import StartRequest
 from stepscope._recording.fanout.worker_side import start_worker
-from stepscope._recording.process import exports, manifest_part
+from stepscope._recording.process import exports, manifest_part, private_loop
 from stepscope._recording.session import budget
 from stepscope._recording.spans import slot
 from stepscope.errors import RecordError
@@ -84,6 +85,21 @@ async def test_blocking_calls_of_the_users_do_not_hold_up_a_capture(config: Prof
         assert not any(tool.done() for tool in tools)
     release.set()
     await asyncio.gather(*tools)
+
+
+def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = []
+
+    async def work() -> None:
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            happened.append("cancelled")
+
+    with pytest.raises(KeyboardInterrupt):
+        private_loop.run(work())
+    assert happened == ["cancelled"]
 
 
 # The disk.

@@ -64,6 +64,19 @@ def test_a_ctrl_c_in_the_work_of_another_thread_reaches_the_main_thread_too() ->
     assert len(errors) == 1
 
 
+def test_a_cancelled_task_does_not_run() -> None:
+    ran: list[str] = []
+    asked: list[Task] = []
+
+    def busy() -> None:
+        asked.append(MAIN.submit(lambda: ran.append("cancelled")))
+        asked[0].cancel()
+
+    MAIN.submit(busy)
+    assert not ran
+    assert not asked[0].done
+
+
 @threads
 def test_a_signal_handler_does_not_wait_for_what_it_interrupts(thread: WindowThread) -> None:
     order: list[str] = []

@@ -6,7 +6,17 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from stepscope.engines.own_thread import WorkThread
+
+
+def test_an_error_reaches_the_caller_and_the_next_work_is_done() -> None:
+    thread = WorkThread("stepscope-test")
+    failed = thread.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failed.result(10)
+    assert thread.submit(lambda: 2).result(10) == 2
 
 
 def test_the_thread_ends_with_its_owner() -> None:
