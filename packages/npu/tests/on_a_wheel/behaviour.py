@@ -26,7 +26,8 @@ from stepscope.backends.torch.backend import TorchBackend
 from stepscope.backends.window_thread import Late
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest import Expectation
+from stepscope.files.manifest_parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.backend_conformance import a_window, in_child, in_thread, written
 from stepscope_npu import _disk, _operators, _window
@@ -298,8 +299,8 @@ def captured(compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def outcome(config: ProfileConfig, name: str) -> Expectation:
     layout = RunLayout(config.save_path).step(2)
-    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    [outcome] = [item for part in manifest.processes for item in part.expected if item.name == name]
+    parts, _ = read_parts(layout)
+    [outcome] = [item for part in parts for item in part.expected if item.name == name]
     return outcome
 
 
