@@ -1,4 +1,7 @@
-"""Asynchronous RL, recorded: a trajectory begins under one captured step and is consumed by another."""
+"""Asynchronous RL, recorded: a trajectory begins under one captured step and is consumed by another.
+
+This file has more than 500 lines, because all its tests record the same kind of asynchronous run.
+"""
 
 from __future__ import annotations
 

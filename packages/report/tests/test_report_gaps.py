@@ -62,7 +62,7 @@ def synced(root: Path, first: str = f"actor {SEND}", then: str = f"rollout {RECE
 
 
 def test_what_passes_between_the_ends_of_a_weight_sync_has_a_name(tmp_path: Path) -> None:
-    """Who is idle meanwhile waits for the weight sync."""
+    """A process that is idle meanwhile waits for the weight sync."""
     report = synced(tmp_path)
     lines = {line.stage or line.kind: (line.role, line.wall_ns // MS) for line in report.breakdown.lines}
     assert lines[TRANSFER] == ("rollout", 62)
