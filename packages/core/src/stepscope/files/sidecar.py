@@ -50,7 +50,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """Start of the stall in unix ns, on the clock of the artifact's host."""
     end_ns: Int
     doing: Literal["starting", "writing"]
-    """What the profiler did: it started, or it wrote its file."""
+    """Work of the profiler during the stall: it started, or it wrote its file."""
     source: Literal["stamps", "file"]
     """Source of the times. `stamps`: stepscope measured the stall in the engine's process. `file`: the stall
     is the time from the end of the recording until its last file was complete."""

@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What one merged timeline, or one archive, is made of."""
+    """The timeline and the traces that one merged timeline or archive is made of."""
 
     timeline: Timeline
     inputs: Inputs
