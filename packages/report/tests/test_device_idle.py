@@ -235,3 +235,15 @@ def test_steps_of_the_slowest_of_many_ranks_are_printed(tmp_path: Path, command:
     printed = command("report", tmp_path).out
     assert re.findall(r"Steps of (rank \d)", printed) == ["rank 5", "rank 6", "rank 7", "rank 8"]
     assert "4 of 9 processes, with the longest steps." in printed
+
+
+@pytest.mark.parametrize(("call_us", "kind"), [(2, "queued"), (4000, "no operator")])
+def test_a_kernel_that_waits_on_the_device_after_its_launch_is_queued(
+    tmp_path: Path, command: Command, call_us: float, kind: str
+) -> None:
+    """As behind an event of a stream whose work was not recorded; but not while the call itself goes on."""
+    last, call = launched(5000, 5010, 2, 140)
+    call["dur"] = call_us
+    trace(tmp_path / "rank0.json", [*launched(10, 100, 1, 2), last, call])
+    gaps = {row["kind"]: row["total_ns"] for row in command("report", tmp_path, "--json").json["gaps"]}
+    assert gaps[kind] == 4_900_000

@@ -2,7 +2,10 @@
 
 A gap ends with a kernel. If this kernel was launched before the gap began, the device itself took the time.
 Otherwise the program launched the kernel too late, and what the program's threads did in the gap is the
-cause. HolisticTraceAnalysis makes the same distinction, and calls the second case `host_wait`.
+cause. HolisticTraceAnalysis makes the same distinction, and calls the second case `host_wait`. Here the
+device also took the time of a gap that lasted on for longer, and over 1 ms, after its kernel was launched.
+
+One file of more than 500 lines, because every cause is found in the same columns of calls and kernels.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ _NOT_OURS = re.compile(
     r"(^|.*/)(torch|site-packages|dist-packages|lib/python3\.\d+)/|<frozen|(contextlib|threading|queue|functools)\.py"
 )
 """Files in a call stack that are not the user's code. Kineto leaves out the part of a path before `torch`."""
+_LONG_US = 1000.0
+"""Time in us beyond which a call is long, and beyond which no launch alone delays a kernel."""
 SOON_US = 1.0
 """Largest time in us by which a call may seem to end before the kernel that it waited for has ended."""
 _WAITS = 64
@@ -171,6 +176,8 @@ class Host:
         self._held: dict[GapKind, Cover] = defaultdict(Cover)
         """{cause: times in which any thread was in such a call}."""
         self._calls: dict[GapKind, Slices] = defaultdict(Slices)
+        self._long: set[float] = set()
+        """Starts of the calls that took more than `_LONG_US`."""
 
     def thread(self, thread: tuple[int | str, int | str]) -> int:
         return self._threads.setdefault(thread, len(self._threads))
@@ -190,6 +197,8 @@ class Host:
         self, names: Sequence[str], starts: Sequence[float], durs: Sequence[float], threads: Sequence[int]
     ) -> None:
         """Add calls into the runtime of a device."""
+        if max(durs, default=0.0) > _LONG_US:
+            self._long.update(start for start, dur in zip(starts, durs, strict=True) if dur > _LONG_US)
         causes = set(filter(_kind_of, set(names)))
         if not causes:
             return
@@ -262,6 +271,7 @@ class Host:
             self._held,
             self._syncs,
             self._operators,
+            self._long,
             knows_launches=self.knows_launches,
         )
         for device in self.devices.values():
@@ -388,9 +398,15 @@ class _Judge:
         held: dict[GapKind, Cover],
         syncs: list[tuple[float, float, int, int]],
         operators: Nested,
+        long: Container[float],
         *,
         knows_launches: bool,
     ) -> None:
+        """
+        Args:
+            long: Starts of the calls whose own time may be what a kernel waited for after its launch.
+        """
+        self._long = long
         self._knows_launches, self._main = knows_launches, operators.main
         known = [kind for kind in ("copies", *reversed(GAP_KINDS)) if kind in held]
         self._held = [(_NUMBERS[kind], Covered(held[kind].stretches())) for kind in dict.fromkeys(known)]
@@ -412,9 +428,12 @@ class _Judge:
         first, knows, special = len(gaps.starts), self._knows_launches, bool(held or self._syncs)
         kinds, moments, by = list[int](), list[float](), list(threads)
         add_kind, add_moment = kinds.append, moments.append
-        for start, until, launch, on_cpu in zip(starts, untils, launches, ran, strict=False):
+        for start, until, end, launch, on_cpu in zip(starts, untils, ends, launches, ran, strict=False):
             moment, kind = (start + until) / 2, _SLOW if on_cpu > (until - start) / 2 else _NO_OPERATOR
-            if launch <= start:
+            held_us = end - until  # by the device, after the launch
+            if launch <= start or (
+                held_us > _LONG_US and held_us > until - start and launch not in self._long
+            ):
                 kind, moment = _QUEUED, launch
             elif launch == NEVER and knows:
                 kind, moment, by[len(kinds)] = _UNKNOWN, start, _NO_THREAD
