@@ -237,6 +237,29 @@ def test_the_last_capture_is_the_step(tmp_path: Path) -> None:
     assert "Captured 2 times" in printed(report)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_step_that_a_resumed_run_repeats_is_that_of_the_last_process(
+    tmp_path: Path, rank: int | None, killed: bool
+) -> None:
+    path = tmp_path
+    for pid, at_ms in ((100, 0), (200, 5000)):
+        folder = StepFolder(tmp_path, opened_ns=OPENED_NS + at_ms * MS)
+        for number in range(1 if rank is None else 2):
+            trainer = folder.process(
+                "trainer", None if rank is None else number, owner=True, pid=pid + number
+            )
+            trainer.imported_at_ns = -900 * MS
+            trainer.span("update", 5 * MS, 25 * MS)
+            if pid == 200 or not killed:
+                trainer.close(30 * MS)
+        path = folder.write()
+    timeline = load_step(path)
+    assert (timeline.captures, timeline.window.wall_ns) == (2, 30 * MS)
+    assert {process.info.pid // 100 for process in timeline.processes} == {2}
+    assert [span.stage for span in timeline.spans] == ["update"] * len(timeline.processes)
+
+
 RETRIED = """
 import sys
 from stepscope import ProfileConfig, capture, span

@@ -299,6 +299,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     opened: ClockAnchor
     closed: ClockAnchor | None = None
     """Clock reading at the close of the capture, or None before it."""
+    imported_ns: Int | None = None
+    """Wall time at which the process had imported stepscope, or None in older files."""
     recorded: bool
     """True if a backend records this process, because its role and rank are selected."""
     why: str

@@ -183,6 +183,9 @@ class Taken(Protocol):
     def closed(self) -> ClockAnchor | None: ...
 
     @property
+    def imported_ns(self) -> int | None: ...
+
+    @property
     def clocks(self) -> tuple[ClockOffset, ...]: ...
 
 
@@ -192,10 +195,10 @@ T = TypeVar("T", bound=Taken)
 def of_the_last(taken: Sequence[T]) -> list[T]:
     """Return the items of the last capture of a step, which may have been captured several times.
 
-    For each process, only its last capture counts. If the owner captured the step again, a worker counts only
-    if it took part again. A worker on the owner's host took part if it opened after the owner's previous
-    capture. A worker on another host took part unless the owner measured its clock in the previous capture
-    only.
+    For each process, only its last capture counts. Processes from before a resume of the run do not count. If
+    the owner captured the step again, a worker counts only if it took part again. A worker on the owner's
+    host took part if it opened after the owner's previous capture. A worker on another host took part unless
+    the owner measured its clock in the previous capture only.
     """
     last: dict[str, T] = {}
     for one in sorted(taken, key=lambda one: one.capture):
@@ -213,7 +216,26 @@ def of_the_last(taken: Sequence[T]) -> list[T]:
                 for key, worker in last.items()
                 if worker.owner or _took_part(worker, owner, before)
             }
-    return [one for one in taken if last.get(one.process.key) is one]
+    since_ns = _resumed_ns([one for one in last.values() if one.owner])
+    return [one for one in taken if last.get(one.process.key) is one and _ended_ns(one) >= since_ns]
+
+
+def _ended_ns(one: Taken) -> int:
+    return (one.closed or one.opened).wall_ns
+
+
+def _resumed_ns(owners: Sequence[Taken]) -> int:
+    """Return the time at which the run was resumed with its id and then repeated the step, or 0 if it was
+    not.
+
+    An owner was resumed if an owner of its role and rank had closed before it imported stepscope.
+    """
+    last = max(owners, key=lambda one: one.opened.wall_ns, default=None)
+    if last is None or last.imported_ns is None:
+        return 0
+    place = last.process.role, last.process.rank
+    ends_ns = (_ended_ns(one) for one in owners if (one.process.role, one.process.rank) == place)
+    return last.imported_ns if min(ends_ns) < last.imported_ns else 0
 
 
 def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:

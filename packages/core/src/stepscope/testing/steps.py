@@ -111,6 +111,8 @@ class FakeProcess:
     hardware: Hardware = field(default_factory=Hardware)
     settings: tuple[FrameworkSettings, ...] = ()
     closed_ns: int | None = None
+    imported_at_ns: int | None = None
+    """Time at which the process had imported stepscope, or None for a file that does not tell."""
     _records: list[Open] = field(default_factory=list)
     _series: list[counter_files.Series] = field(default_factory=list)
     _samples: list[counter_files.Sample] = field(default_factory=list)
@@ -227,6 +229,7 @@ class FakeProcess:
         return ProcessPart(
             run_id=self.folder.run_id, step=self.folder.step, process=self.info, owner=self.owner,
             opened=self.anchor(0), closed=None if self.closed_ns is None else self.anchor(self.closed_ns),
+            imported_ns=None if self.imported_at_ns is None else self.wall_ns(self.imported_at_ns),
             recorded=True, why="every rank", expected=(spans, *self.expected), spans=self._finished,
             dropped=self.dropped, cost=self.cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
             ended_by=self.ended_by or ("exception" if self.error else None), error=self.error,

@@ -109,7 +109,7 @@ def load_step(
     )
     if not earlier:
         return timeline
-    captures = max(source.capture for source in latest)
+    captures = max(2, *(source.capture for source in latest))
     return msgspec.structs.replace(timeline, captures=captures, earlier_files=files)
 
 

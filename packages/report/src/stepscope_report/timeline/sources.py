@@ -264,6 +264,10 @@ class Source(NamedTuple):
         return self.part is not None and self.part.owner
 
     @property
+    def imported_ns(self) -> int | None:
+        return None if self.part is None else self.part.imported_ns
+
+    @property
     def clocks(self) -> tuple[ClockOffset, ...]:
         return () if self.part is None else self.part.clocks
 

@@ -28,6 +28,9 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage import write_atomic
 from stepscope.files.values import bounded
 
+IMPORTED_NS = time.time_ns()
+"""`ProcessPart.imported_ns` of this process. A forked child has the time of its parent."""
+
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 

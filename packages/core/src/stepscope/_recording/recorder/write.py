@@ -14,7 +14,7 @@ import msgspec
 from stepscope._recording.counters.sampler import TICKS, Sampler
 from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
-from stepscope._recording.process.identity import read_hardware
+from stepscope._recording.process.identity import IMPORTED_NS, read_hardware
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.engine_queues import EngineQueues
@@ -273,6 +273,7 @@ class StepWriter:
             capture=number,
             opened=window.opened,
             closed=window.closed,
+            imported_ns=IMPORTED_NS,
             recorded=False,
             why=VISITS if visits else WHY,
             roles=(process.role,),

@@ -24,7 +24,7 @@ from stepscope._recording.counters.log import CounterLog
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process import exports, failures, identity, shutdown
 from stepscope._recording.process.failures import describe
-from stepscope._recording.process.identity import read_hardware
+from stepscope._recording.process.identity import IMPORTED_NS, read_hardware
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope._recording.session import budget, selection
 from stepscope._recording.session.profiler_windows import OnArtifact, Windows
@@ -112,6 +112,7 @@ class Session:
             owner=owner,
             capture=number,
             opened=clock.read_anchor(),
+            imported_ns=IMPORTED_NS,
             recorded=self._decision.record,
             why=self._decision.reason,
             roles=roles,
