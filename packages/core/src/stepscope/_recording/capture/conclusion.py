@@ -157,7 +157,7 @@ _is_torch_explained = False
 
 
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
-    """Write the manifest, log problems, answer the request if there was one, and queue the removal of old
+    """Complete the manifest, log problems, answer the request if there was one, and queue the removal of old
     steps.
     """
     alone = participants is None and identity.place()[1] == 1
@@ -175,7 +175,7 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
 
 
 def discard(asked: Asked, session: Session, reason: str) -> None:
-    """Write the manifest of a capture that is discarded."""
+    """Complete the manifest of a capture that is discarded."""
     pipeline.withdraw(session, reason)
     _write(session, lambda _: None, alone=False)
     tell_asker(asked, reason)

@@ -8,9 +8,9 @@ it interrupts a closing, the closing is completed first.
 A closing has three parts. On the caller's thread, `Session.leave` reads the clock at the step's end, and
 `Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`) and stops recording and the
 profiler of this process (`Session.end`). On the private loop, while the caller waits, `CaptureWork._close`
-writes the spans and counters, awaits workers and engines, writes the manifest (`conclusion.conclude`) and
+writes the spans and counters, awaits workers and engines, completes the manifest (`conclusion.conclude`) and
 frees the process for the next capture. Later, on the exporter's thread (`exports.Exporter`), traces and their
-sidecars are written, and the manifest is written again (`pipeline.fold_when_written`).
+sidecars are written, and `manifest.json` is written (`pipeline.fold_when_written`).
 """
 
 from __future__ import annotations

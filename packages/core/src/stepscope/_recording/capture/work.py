@@ -2,7 +2,7 @@
 recorded thread.
 
 After the profiler has stopped, a close has four stages: close this process' files, wait for the workers and
-engines, write the manifest, and free the process for the next capture.
+engines, complete the manifest, and free the process for the next capture.
 
 The private loop runs on one thread, so the work needs no lock, and signals do not interrupt it. A second call
 of `close` waits for the first. `close` also undoes an opening that failed.
@@ -47,7 +47,7 @@ class CaptureWork:
         self._began_ns = began_ns
         self._files: CapturedFiles | None = None
         self._manifest: Manifest | None = None
-        """The manifest as written at the close, or None."""
+        """The manifest at the close, or None."""
         self._opening: asyncio.Task[object] | None = None
         self._stopping: asyncio.Task[None] | None = None
         """The task that stops the workers and engines, or None."""
@@ -148,7 +148,7 @@ class CaptureWork:
             await asyncio.wait({self._stopping})
 
     def _conclude(self, session: Session, closing: Closing) -> None:
-        """Write the manifest, and log its problems. It is written again when later files arrive."""
+        """Complete the manifest, and log its problems. `manifest.json` is written later."""
         # Written before the programs after the capture start, because they read the cost.
         session.write_cost()
         if closing.discard is None:

@@ -160,7 +160,7 @@ def _fold_again() -> None:
 
 
 def _is_final(session: Session) -> bool:
-    """Write `manifest.json` again, and return whether all processes of the capture have written their
+    """Write `manifest.json`, and return whether all processes of the capture have written their
     files.
     """
     part, layout = session.manifest_part, session.layout
