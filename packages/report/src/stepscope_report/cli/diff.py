@@ -170,7 +170,7 @@ def diff(
     steps_a: Annotated[
         str | None, typer.Option(help="Only these steps of run A: 3-7, 10:50:10, every:5.")
     ] = None,
-    steps_b: Annotated[str | None, typer.Option(help="The same for run B.")] = None,
+    steps_b: Annotated[str | None, typer.Option(help="Only these steps of run B.")] = None,
     fail_above: Annotated[
         list[str] | None,
         typer.Option(metavar="PERCENT", help="Exit with 1 if the step, or --stage, grew by more."),
@@ -181,7 +181,9 @@ def diff(
     ] = None,
     require_verdict: Annotated[
         bool,
-        typer.Option("--require-verdict", help="With --fail-above: exit with 5 if the steps cannot tell."),
+        typer.Option(
+            "--require-verdict", help="With --fail-above: exit with 5 if the steps allow no verdict."
+        ),
     ] = False,
     kernels: Annotated[
         bool,
@@ -197,7 +199,9 @@ def diff(
         str | None,
         typer.Option(metavar="LABEL", help="For traces of other tools: the range that is one step."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns, of the gate in s.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="As JSON; times in ns, those of the gate in s.")
+    ] = False,
 ) -> None:
     """Show what changed from A to B, stage by stage. A run is compared by the mean of its captured steps."""
     limits = _limits(fail_above or (), stage or (), junit, require_verdict=require_verdict)

@@ -62,7 +62,7 @@ def doctor(
         Path | None, typer.Argument(metavar="[CONFIG]", help="The run's configuration file.")
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Look at the nodes of this Ray cluster too: auto.")
+        str | None, typer.Option(metavar="ADDRESS", help="Examine the nodes of this Ray cluster too: auto.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:

@@ -57,14 +57,19 @@ def merge(
     ] = None,
     from_ms: Annotated[
         float | None,
-        typer.Option("--from", metavar="MS", help="Leave out what ended before, in ms after the opening."),
+        typer.Option(
+            "--from", metavar="MS", help="Leave out events that end before this, in ms after the opening."
+        ),
     ] = None,
     to_ms: Annotated[
-        float | None, typer.Option("--to", metavar="MS", help="Leave out what began later.")
+        float | None,
+        typer.Option(
+            "--to", metavar="MS", help="Leave out events that begin after this, in ms after the opening."
+        ),
     ] = None,
     max_mb: Annotated[
         float | None,
-        typer.Option(help="Largest size of the file, in MB: spans first, then each trace its share."),
+        typer.Option(help="Largest size of the file, in MB. Spans come first; traces share the rest."),
     ] = None,
     requests: Annotated[
         Arrows,

@@ -89,9 +89,7 @@ class Asked:
     ] = None
     brief: Annotated[
         bool,
-        typer.Option(
-            "--brief", help="The whole story in at most 40 lines, for a run that of its longest step."
-        ),
+        typer.Option("--brief", help="A summary in at most 40 lines; for a run, of its longest step."),
     ] = False
     by: Annotated[
         list[str] | None,
@@ -108,7 +106,7 @@ class Asked:
         bool,
         typer.Option(
             "--digests/--no-digests",
-            help="Use what an earlier report kept of the traces, or read them again; same result.",
+            help="Use the digests of an earlier report, or read the traces again; same result.",
         ),
     ] = True
     jobs: Annotated[
@@ -134,7 +132,10 @@ class Asked:
 
     step_mark: Annotated[
         str | None,
-        typer.Option(metavar="LABEL", help="For such traces: the range that is one step. * is any text."),
+        typer.Option(
+            metavar="LABEL",
+            help="For traces of other tools: name of the range that is one step. * is any text.",
+        ),
     ] = None
 
     @property

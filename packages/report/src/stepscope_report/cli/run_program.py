@@ -173,7 +173,7 @@ def validate(
     program: Annotated[
         list[str] | None, typer.Argument(metavar="[PROGRAM]", help="As for `stepscope run`: train.py.")
     ] = None,
-    below: Annotated[int, typer.Option(help="List the selected steps below this one.", min=1)] = 100,
+    below: Annotated[int, typer.Option(help="List the selected steps with smaller numbers.", min=1)] = 100,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show the configuration as a run on this machine would resolve it and the steps it selects, or its

@@ -68,18 +68,21 @@ def ask(
     ] = None,
     ranks: Annotated[str | None, typer.Option(help="all, first, or ranks: 0,8-15.")] = None,
     tool: Annotated[str | None, typer.Option(help="Profiler to run instead of the configured one.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="End each capture after this long.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="End each capture after this many seconds.")] = None,
     last: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Write the last N steps instead, from the flight recorder."),
     ] = None,
     expires: Annotated[
-        float, typer.Option(metavar="S", help="Drop the request if no step begins by then.")
+        float, typer.Option(metavar="S", help="Drop the request if no step begins within this many seconds.")
     ] = 3600,
     next_run: Annotated[
-        bool, typer.Option("--next-run", help="Ask also if no process listens: the next run here gets it.")
+        bool,
+        typer.Option(
+            "--next-run", help="If no process listens, leave the request for the next run in the folder."
+        ),
     ] = False,
-    wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 5.0,
+    wait: Annotated[float, typer.Option(metavar="S", help="Seconds to wait for answers.")] = 5.0,
     json: Json = False,
 ) -> None:
     """Ask a live run to capture steps that its configuration does not select. No restart, no port.

@@ -36,12 +36,12 @@ _WRITTEN = 5
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
-    every: Annotated[float, typer.Option(metavar="S", min=0.2, help="Time between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and print it.")] = False,
+    every: Annotated[float, typer.Option(metavar="S", min=0.2, help="Seconds between two updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once, and end.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page that reloads itself instead.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Look once, as JSON; times in ns.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the view once, as JSON; times in ns.")] = False,
 ) -> None:
     """Show a run as it goes: the running step, the last steps, the calls of each role, and the trajectories.
 

@@ -34,7 +34,7 @@ from stepscope_report.why import why as join
 def why(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
-    wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 3.0,
+    wait: Annotated[float, typer.Option(metavar="S", help="Seconds to wait for answers.")] = 3.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
 ) -> None:
     """Ask every process of a run what it does right now, and name the call that holds the others.
