@@ -237,6 +237,15 @@ def test_steps_of_the_slowest_of_many_ranks_are_printed(tmp_path: Path, command:
     assert "4 of 9 processes, with the longest steps." in printed
 
 
+@pytest.mark.parametrize("name", ["cudaMemcpy", "hipMemcpyWithStream", "aclrtSynchronizeStream"])
+def test_a_copy_that_blocks_drains_the_queue(tmp_path: Path, command: Command, name: str) -> None:
+    """Torch on ROCm reads a number by hipMemcpyWithStream."""
+    item = on_host("cpu_op", "aten::item", 20, 112), on_host("cuda_runtime", name, 30, 111)
+    trace(tmp_path / "rank0.json", [*launched(10, 100, 1, 2), *launched(200, 300, 2, 195), *item])
+    rows = {row["kind"]: row for row in command("report", tmp_path, "--json").json["gaps"]}
+    assert rows["synchronisation"]["call"] == f"{name} in aten::item"
+
+
 @pytest.mark.parametrize(("call_us", "kind"), [(2, "queued"), (4000, "no operator")])
 def test_a_kernel_that_waits_on_the_device_after_its_launch_is_queued(
     tmp_path: Path, command: Command, call_us: float, kind: str

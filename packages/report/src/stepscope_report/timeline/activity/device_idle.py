@@ -47,7 +47,7 @@ ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 
 _SYNC = re.compile(
     r"\w*Synchronize(Stream|Device|Event)?(WithTimeout)?(_\w+)?"
-    r"|(cu|cuda|hip|aclrt)Memcpy(2D|3D|2d|ToSymbol|FromSymbol)?(_\w+)?"
+    r"|(cu|cuda|hip|aclrt)Memcpy(2D|3D|2d|ToSymbol|FromSymbol|WithStream)?(_\w+)?"
 )
 _ALLOCATES = re.compile(
     r"(cu|cuda|hip|aclrt)(Mem)?(Malloc|Free|Alloc|Create|Map|Unmap|Release|AddressReserve|SetAccess)\w*"
