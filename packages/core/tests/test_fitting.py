@@ -18,7 +18,6 @@ from stepscope._recording.instrument.calls import LAYERS, Timing
 from stepscope._recording.instrument.configured import _timing
 from stepscope._recording.instrument.fitting import fitted
 from stepscope._recording.instrument.step_boundaries import Boundary
-from stepscope._recording.process import failures
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.testing.recorded_run import finished_spans
@@ -75,13 +74,11 @@ def newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(patch, "missed", {})
-    failures.take()
     roles = {"*": {"profiler": "off"}}
     configure(ProfileConfig(save_path=tmp_path / "run", steps=[1], roles=roles, instrument=["skyrl"]))
     yield importlib.import_module("skyrl.train.generators.skyrl_gym_generator")
     step_boundaries.switch(step_boundaries._finish(None))
     configured.apply(ProfileConfig())
-    failures.take()
     for name in [name for name in sys.modules if name.partition(".")[0] == "skyrl"]:
         del sys.modules[name]
 

@@ -28,7 +28,7 @@ def test_a_child_forgets_in_the_order_of_the_table_and_goes_on_after_a_failure(
         monkeypatch.setitem(fork.TABLE, name, partial(forget, name))
     fork._in_child()
     assert calls == list(fork.TABLE)
-    assert "its own trouble" in "".join(failures.take().values())
+    assert f"forgetting the {broken} of the parent process" in failures._noted
 
 
 def test_what_is_not_in_the_table_is_refused_with_the_fix() -> None:

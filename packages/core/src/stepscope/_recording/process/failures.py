@@ -1,5 +1,4 @@
-"""Internal errors during a run: logged once for each place, stored for the manifest, and raised only in
-tests.
+"""Internal errors during a run: logged once for each place, and raised only in tests.
 
 With `STEPSCOPE_RAISE=1` they are raised, with `STEPSCOPE_RAISE=0` they are not. By default they are raised
 only under pytest.
@@ -23,8 +22,8 @@ _CANCELS = frozenset({"CancelledError", "Cancelled", "TaskCancelledError"})
 """Names of cancellation exceptions: of asyncio and concurrent.futures, of trio, and of Ray."""
 
 _lock = threading.RLock()  # reentrant, because a signal handler may call note() during note()
-_noted: dict[str, tuple[str, int]] = {}
-"""{place: (first error, number of errors)} since the last `take`. Writers: `note` and `take`."""
+_noted: set[str] = set()
+"""Places whose first error was logged. One writer: `note`."""
 _warned: set[str] = set()
 """Texts that `warn_once` has logged. One writer: `warn_once`."""
 
@@ -83,12 +82,13 @@ def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
         aloud: True to log a warning; False to log at level DEBUG, because another process logs the warning.
     """
     with _lock:
-        first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
-        _noted[where] = (first, count + 1)
-    if count == 0:
+        is_first = where not in _noted
+        _noted.add(where)
+    if is_first:
         cause = "" if isinstance(error, StepscopeError | OSError) else " after an internal error"
         log = warn if aloud else _logging().getLogger("stepscope").debug
-        log("stepscope: disabled %s%s; training continues: %s", where, cause, first)
+        text = f"{type(error).__name__}: {error}"
+        log("stepscope: disabled %s%s; training continues: %s", where, cause, text)
     if _raises():
         raise error
 
@@ -176,14 +176,6 @@ def outcome_of(error: BaseException) -> str | None:
     if any(kind.__name__ in _CANCELS for kind in type(error).__mro__):
         return CANCELLED
     return describe(error)
-
-
-def take() -> dict[str, str]:
-    """Return {place: `first error (N times)`} of the errors since the last call."""
-    with _lock:
-        taken = {where: f"{first} ({count} times)" for where, (first, count) in _noted.items()}
-        _noted.clear()
-    return taken
 
 
 def renew_lock() -> None:
