@@ -399,10 +399,10 @@ def _studentised(a: Sequence[float], b: Sequence[float], tail: float, draw: rand
 
 
 def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interval:
-    """Return the interval of the relative change, with a width that comes from `noise`.
+    """Return the interval of the relative change, with a width that comes from both samples' `noise`.
 
-    Other steps are drawn at random, as many per side as there are compared steps. The width is the spread of
-    the differences between the means of these draws.
+    From the `noise` of each side, as many steps are drawn at random as are compared. This is repeated. The
+    width is the spread of the differences between the two sides' means.
     """
     ratio = math.log(_mean(b.values) / _mean(a.values))
     differences = sorted(_noise_of(b, draw) - _noise_of(a, draw) for _ in range(_RESAMPLES))

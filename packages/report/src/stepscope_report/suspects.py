@@ -345,11 +345,11 @@ class _Lineup:
         stretches: Mapping[int, Mapping[Label, Sequence[int]]],
         since_ns: int,
     ) -> _Lateness:
-        """Return the time by which a rank came to a meeting later than the other ranks, and the stage that
-        made it late.
+        """Return how much later than the median of the other ranks a rank came to a meeting, and the stage
+        that made the rank late. If no stage did, at most the time in which the rank ran no call is counted.
 
         Args:
-            since_ns: Time of the rank's previous meeting, or of the step's begin.
+            since_ns: Time of the rank's previous meeting, or of the step's beginning.
         """
         graph, own = self._graph, stretches[last]
         others = [member for member in members if member != last]

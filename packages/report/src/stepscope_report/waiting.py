@@ -222,7 +222,7 @@ def _missing(call: Call) -> str:
 
 
 def say_call(call: Call) -> str:
-    """Return `actor_rank3_...: actor compute_log_prob since 312 s, forward at model.py:214`."""
+    """Return a call as text: `actor_rank3_...: actor generate since 312 s, forward at model.py:214`."""
     if call.kind == "actor":
         return f"Ray actor {call.process[:8]}: {call.stage} since {duration(call.age_ns)}, {call.where}"
     if call.kind == "process":

@@ -42,7 +42,7 @@ class SglangReplica(EngineReplica):
     async def reload(self) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        # `Engine.update_weights_from_disk` cannot be used here, because it runs the running event loop.
+        # `Engine.update_weights_from_disk` would fail here: it runs the event loop, which already runs.
         wanted = UpdateWeightFromDiskReqInput(model_path=self.model_path)
         done, why, *_ = await self.engine.tokenizer_manager.update_weights_from_disk(wanted, None)
         if not done:

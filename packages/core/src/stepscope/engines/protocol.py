@@ -159,7 +159,7 @@ class EngineProfiler(Protocol):
 
     @abstractmethod
     async def stop(self) -> list[Artifact]:
-        """Stop recording. Return the files, which are complete on disk. A rank is None if it is unknown.
+        """Stop recording. Return the files, which are complete on disk. A file's `rank` is None if unknown.
 
         A stop that is cancelled may go on in the background. Readers find the files by their sidecars.
 

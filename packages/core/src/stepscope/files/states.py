@@ -163,7 +163,7 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[CommunicatorRank, ...]
     """The ranks whose state differs from the state of most ranks."""
     others: tuple[tuple[str, Int], ...]
-    """(IP address, process id) of the ranks that do not differ."""
+    """(IP address, process id) of the ranks whose state does not differ."""
 
 
 class RayCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The figures of traces that rules of advice read, and what the rules say of times in them."""
+"""The figures that rules of advice read from traces, and texts about times for these rules."""
 
 from __future__ import annotations
 

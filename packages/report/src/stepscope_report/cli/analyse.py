@@ -42,7 +42,7 @@ class Analyser(Protocol):
 
 
 def installed_analysers() -> list[Analyser]:
-    """Return all installed analysers, by name."""
+    """Return all installed analysers, sorted by name."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     return [cast(Callable[[], Analyser], point.load())() for point in points]
 

@@ -1,4 +1,5 @@
-"""The tool of the demo: a calculator in its own process, reached over pipes with one line in each direction.
+"""The tool of the demo: a calculator in its own process. Each question, and each answer, is one line in a
+pipe.
 
 `Calculator` is the client. As a script, this file is the calculator itself.
 """

@@ -172,10 +172,11 @@ class Trainer:
 
 
 class Choice(NamedTuple):
-    """An engine, and the Python that runs the engine, or None for this process' Python."""
+    """An engine, and the Python that runs the engine."""
 
     engine: str
     python: str | None
+    """Path of the interpreter, or None for this process' Python."""
 
 
 def choices(engine: str) -> list[Choice]:

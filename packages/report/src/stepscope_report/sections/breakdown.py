@@ -303,7 +303,7 @@ class _Shown(NamedTuple):
 
 
 def _shown_lines(breakdown: Breakdown) -> Iterator[_Shown]:
-    """Yield the lines of the account. All smaller stages share one line after the other stages."""
+    """Yield the lines of the account. After the other stages, all `smaller_stages` share one line."""
     shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
     small = smaller_stages(breakdown)
     for line, share in zip(breakdown.lines, shares, strict=True):

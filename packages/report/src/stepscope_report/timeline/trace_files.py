@@ -160,7 +160,9 @@ def _files(layout: StepLayout) -> Iterator[Path]:
 def _speaks_for(
     path: Path, sidecars: Mapping[Path, Sidecar | str], layout: StepLayout
 ) -> Sidecar | str | None:
-    """Return the sidecar of the file, of a parent folder, or of the file with the same stem beside it."""
+    """Return the sidecar of the file or of a parent folder, or None. If the file is not named as a
+    Chrome trace, this may also be the sidecar of a file with the same stem beside it.
+    """
     for about in (path, *path.parents):
         if about == layout.traces:
             break

@@ -193,7 +193,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
     replicas: tuple[str, ...]
     speeds: tuple[float, ...]
-    """Speed of each replica as a factor of the curve."""
+    """Speed of each replica, relative to the service curve: 0.9 is 10 % slower than the curve."""
     tool_pool: int | None
     """Number of tools that can run at once, or None if no tool waited for a place."""
     at_once: int | None

@@ -229,7 +229,7 @@ class _Reading:
                     )
 
     def _requests_of(self, indices: Iterable[int]) -> list[_Request]:
-        """Return the recorded requests that the spans of a call name, or spans below these."""
+        """Return the recorded requests that are named by the spans of a call or by spans below these."""
         inner = [below for index in indices for below in self._indices(index)]
         return [self._request(key) for index in inner for key in self._requests[index]]
 

@@ -220,7 +220,8 @@ def switched_off() -> frozenset[str]:
 
 
 def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
-    """Run the loop for a moment, or until the answer is there. Return False if the loop is already running.
+    """Run the loop for a moment, or until the answer is there. Return False if the loop is already running
+    or is closed.
 
     The loop runs only for a moment, because its owner needs it as soon as the wait ends.
     """

@@ -218,7 +218,12 @@ class Target(Protocol):
     def facts(self) -> EngineFacts: ...
 
     def start(self, request: Mapping[str, object]) -> None:
-        """Start the profiler. Raises `RefusedError`, or EngineError if the engine cannot be reached."""
+        """Start the profiler.
+
+        Raises:
+            RefusedError: the engine refuses the request.
+            EngineError: the engine cannot be reached.
+        """
         ...
 
     def stop(self) -> None:

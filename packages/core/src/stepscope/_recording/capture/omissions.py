@@ -56,7 +56,7 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
                 "Fix: capture(step, workers={...}), the same as for prepare()"
             )
         worker = getattr(ray.get_runtime_context(), "worker", None)
-        # This process runs an actor or a task, which need not have workers.
+        # A process that is not the driver runs an actor or a task, which need not have workers.
         if engines or worker is None or worker.mode != ray.SCRIPT_MODE:
             return None
     except ours() as error:

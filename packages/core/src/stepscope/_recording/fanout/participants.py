@@ -206,7 +206,7 @@ class Participants:
         await asyncio.gather(self._stop_workers(request, deadline_s), self._group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
-        """Fetch the files of workers in `apart`, and of engines on their hosts."""
+        """Fetch the files of the workers in `apart`, and engines' files that only the workers' hosts have."""
         session, manifest_part = self._session, self._session.manifest_part
         self._group.outcomes.look_again()  # a shared disk may be slow
         if self.fleet is None:

@@ -244,7 +244,8 @@ class Recorder:
         error: str | None,
         top_ns: Mapping[tuple[str, str], int],
     ) -> None:
-        """Write the line of a captured step.
+        """Queue the line of a captured step, to be written to the run's folder. Nothing is queued on ranks
+        above 0, or if no folder is configured.
 
         Args:
             top_ns: {(role, stage): duration of the top-level spans in ns}.
@@ -379,7 +380,7 @@ class Recorder:
             found = communicators_in_time() if asks_nccl else ()
             left_s = min(_RAY_S, until - time.monotonic())
             calls = in_time("asking Ray for calls", open_calls, left_s) if asks_ray and left_s > 0 else None
-            if path.exists():  # else `stepscope why` no longer waits for it
+            if path.exists():  # `stepscope why` removes the file when its wait ends
                 full = msgspec.structs.replace(state, ray_calls=calls or (), communicators=found)
                 write_atomic(path, msgspec.json.encode(full))
 

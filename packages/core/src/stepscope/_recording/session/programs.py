@@ -30,7 +30,7 @@ REPORT_ABSENT = "stepscope-report is not installed. Fix: pip install 'stepscope[
 
 
 def is_report_absent() -> bool:
-    """Return whether stepscope-report, which a training worker need not have, is not installed."""
+    """Return whether stepscope-report is missing. A training worker does not need this package."""
     return find_spec("stepscope_report") is None
 
 

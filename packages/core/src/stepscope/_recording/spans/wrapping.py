@@ -64,8 +64,8 @@ class Declared:
 
     @uncompiled
     def follow(self, span: Scope, result: object) -> object:
-        """If `result` continues the call, make `span` end with it, and return the object to return to the
-        user in its place. Return None if the result is complete.
+        """If `result` continues the call, make `span` end with `result`. Return the object that the user gets
+        instead of `result`, or None if `span` ends now; see `results.follow`.
 
         For a generator, `span` ends, and each resumption is recorded from now on.
         """

@@ -271,7 +271,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
         )
 
     def end(self, truncated: str | None = None) -> None:
-        """End the window and keep the recording so far. After a Ctrl-C, a second call continues."""
+        """End the window and keep the recording so far. Call this again if a Ctrl-C interrupted it."""
         try:
             if self.phase == "active":
                 self._record(truncated or self._backward_call or self._cut_short())

@@ -174,7 +174,7 @@ class Host:
         self._waits: list[tuple[int | str, int, float]] = []
         """(device, stream, start) of the waits for a stream, from the device's own records."""
         self._held: dict[GapKind, Cover] = defaultdict(Cover)
-        """{cause: times in which any thread was in such a call}."""
+        """{kind of call: times in which any thread was in such a call}."""
         self._calls: dict[GapKind, Slices] = defaultdict(Slices)
         self._long: set[float] = set()
         """Starts of the calls that took more than `_LONG_US`."""

@@ -55,7 +55,7 @@ it, so nothing is counted twice."""
 
 
 class Flops(msgspec.Struct, frozen=True):
-    """FLOPs of the operators in a trace, in order of the operators' starts."""
+    """FLOPs of those operators in a trace that have a formula, in order of the operators' starts."""
 
     pairs: bytes = b""
     """Start in us and FLOPs of each operator, packed as doubles."""

@@ -19,8 +19,8 @@ from stepscope_report.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
-"""A wall clock counts as set if it gains more than this rate and more than `_JUMP_NS`: kernels slew clocks by
-at most 500 ppm."""
+"""A wall clock that departs from the monotonic clock by more than this and by more than `_JUMP_NS` was set:
+kernels adjust a clock's rate by at most 500 ppm."""
 _MOST_SAMPLES = 8
 """Number of samples to use if a clock was set: half from the start and half from the end of the step. Each
 sample may be from before or after the jump."""
@@ -405,7 +405,7 @@ _WALL_NS = range(946_684_800 * 10**9, 4_102_444_800 * 10**9)
 FARTHEST_NS = 1 << 62
 """Times beyond 146 years (of uptime, or since 1970) count as invalid."""
 FEW = 50
-"""Number of times that are read to find the clock of a file; fewer if the file has fewer."""
+"""Number of timestamps that suffice to find the clock of a file. If a file has fewer, all are used."""
 NOT_NEAR = "events more than an hour from the step, or from all others"
 OWN_CLOCK = "its times are of no wall clock (before 2000, no baseTimeNanoseconds)"
 

@@ -222,9 +222,8 @@ def _ends_apart(array: bytes) -> bool:
 
 
 def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:
-    """Return the range of events between the metadata and counters at the beginning and at the end.
-
-    Kineto writes its metadata there.
+    """Return (first, end) of the events that remain without the metadata and counters at both ends of the
+    list. Kineto writes its metadata at the ends.
     """
     first, last = 0, len(elements)
     while first < last and _is_apart(elements[first]):

@@ -93,7 +93,9 @@ class ChromeTrace:
         need not be closed."""
 
     def fields(self) -> TraceFields:
-        """Read the fields before the events, or the whole file if the base is not before them."""
+        """Return the fields around the events. If `baseTimeNanoseconds` is not before the events, the file's
+        end is read, and if no fields are found there, the whole file.
+        """
         raw_fields: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
         times = list[float]()
