@@ -162,6 +162,7 @@ def test_steps_are_those_that_the_user_names_else_of_the_optimizer(tmp_path: Pat
     }
     refused = command("report", folder, "--step-mark", "epoch", code=2)
     assert "train batch" in refused.err  # the names that there are
+    assert "Optimizer.step#AdamW.step" in refused.err
 
 
 def test_a_report_of_some_steps_is_that_of_a_recording_of_these_alone(
@@ -254,5 +255,6 @@ def test_a_kernel_that_waits_on_the_device_after_its_launch_is_queued(
     last, call = launched(5000, 5010, 2, 140)
     call["dur"] = call_us
     trace(tmp_path / "rank0.json", [*launched(10, 100, 1, 2), last, call])
-    gaps = {row["kind"]: row["total_ns"] for row in command("report", tmp_path, "--json").json["gaps"]}
-    assert gaps[kind] == 4_900_000
+    report = command("report", tmp_path, "--json").json
+    assert {row["kind"]: row["total_ns"] for row in report["gaps"]}[kind] == 4_900_000
+    assert [advice["rule"] for advice in report["advice"]] == [kind.replace(" ", "-")]

@@ -134,8 +134,9 @@ class Plain:
         return () if self._report.traces is None else self._report.traces.steps
 
     def names(self) -> str:
-        """Return some names of the outermost ranges, for a message."""
-        return few(sorted({row.path[0] for row in self._report.labels}), 8) or "there is none"
+        """Return the names of the ranges with the most time, for a message."""
+        rows = sorted(self._report.labels, key=lambda row: -row.cpu_ns)
+        return few(list(dict.fromkeys(row.path[-1] for row in rows)), 8) or "there is none"
 
     @property
     def complete(self) -> bool:

@@ -61,9 +61,12 @@ OF_GAPS = (
     _Gaps("collective", "host-collectives", 0.02, "the device waits for collectives on the CPU"),
     _Gaps("slow launches", "slow-launches", 0.1, "the CPU launches more slowly than the device runs"),
     _Gaps("no operator", "no-operator", 0.1, "the device waits while the CPU runs no operator"),
+    _Gaps("queued", "queued", 0.1, "kernels wait on the device long after their launch"),
 )
 _STEP = "ProfilerStep"
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
+_HELD_NS = 1_000_000
+"""Time in ns up to which kernels that were launched in time may stand apart."""
 _LOOP = 5
 """Number of gaps per step from one call at one place with which advice says that the call is in a loop."""
 
@@ -85,6 +88,8 @@ def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
             continue
         own = [row for row in rows if row.process == process]
         worst = max(own, key=lambda row: row.total_ns)
+        if rule.kind == "queued" and worst.longest_ns < _HELD_NS:
+            continue
         where = ", ".join(filter(None, (worst.call, worst.place)))
         because = [
             share(process, totals[process], evidence),

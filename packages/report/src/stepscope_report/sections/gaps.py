@@ -31,7 +31,7 @@ REMEDIES: dict[GapKind, str] = {
     "slowly than the device runs",
     "no operator": "move what Python does there out of the step, or into another thread; with_stack=True "
     "names it",
-    "queued": "little to do: kernels that wait for another stream, or the gaps of many small ones",
+    "queued": "look for the stream or event that these kernels wait for, and for work that was not recorded",
 }
 """Advice for each cause of gaps."""
 _FLOOR = 100
