@@ -32,10 +32,23 @@ def trace_of(process: FakeProcess, tool: str = "torch") -> Artifact:
 
 
 def slower_than_usual(case: Case) -> None:
+    usually(case, 700)
+
+
+def faster_than_usual(case: Case) -> None:
+    usually(case, 1150)
+
+
+def opened_slowly(case: Case) -> None:
+    case.driver.cost = OwnCost(start_ns=200 * MS)
+
+
+def usually(case: Case, wall_ms: int) -> None:
+    """Add uncaptured steps of this duration near the step."""
     file = RunLayout(case.folder.layout.root.parent).uncaptured(case.driver.info, "run1")
     file.parent.mkdir(parents=True, exist_ok=True)
     steps = [
-        UncapturedStep(step=10 + number, start_ns=OPENED_NS + (2 + number) * 1000 * MS, dur_ns=700 * MS)
+        UncapturedStep(step=10 + number, start_ns=OPENED_NS + (2 + number) * 1200 * MS, dur_ns=wall_ms * MS)
         for number in range(8)
     ]
     file.write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
@@ -135,6 +148,7 @@ def met(case: Case) -> None:
 @pytest.mark.parametrize(
     ("rule", "changes", "fits", "not_fits"),
     [
+        ("not-typical", [faster_than_usual], "had less to do", "profiler"),
         ("not-typical", [slower_than_usual], "no profiler ran in it", "it is the profiler"),
         ("not-typical", [slower_than_usual, profiled(0)], "it is the profiler", "fewer ranks"),
         ("not-typical", [slower_than_usual, profiled(0, 1)], "profiler: record fewer ranks", "stacks"),
@@ -180,6 +194,7 @@ def test_advice_names_what_fits_the_step_and_nothing_else(
     ("rule", "changes"),
     [
         ("not-typical", [profiled(0)]),
+        ("not-typical", [faster_than_usual, opened_slowly]),
         ("profiler-cost", [profiled(0, 1)]),
         ("memory-nearly-full", [on_a_gpu]),
         ("collectives", [on_a_cpu]),

@@ -219,7 +219,7 @@ def blind_spot(evidence: Evidence) -> Advice | None:
 def not_typical(evidence: Evidence) -> Advice | None:
     """Advise if the step is not typical. A long step is 10 % longer than the median of uncaptured steps, and
     longer than nine tenths of them. A short step is 10 % shorter than the median, and shorter than all of
-    them.
+    them by more than the capture took to open: work that runs ahead goes on meanwhile.
 
     Otherwise advise if engines served nothing for a tenth of the step because their own profilers wrote.
     """
@@ -229,7 +229,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
     if not baseline.alike and evidence.health.recorder is None:
         return _stalled(evidence)
     took_ns = baseline.p50_ns + baseline.excess_ns
-    slow, fast = took_ns > baseline.p90_ns, took_ns < baseline.min_ns
+    slow, fast = took_ns > baseline.p90_ns, took_ns + evidence.breakdown.opening_ns < baseline.min_ns
     if abs(baseline.excess_ns) * 10 < baseline.p50_ns or not (slow or fast):
         return _stalled(evidence)
     others = "steps that are not captured" if evidence.health.recorder is None else "the steps near it"
