@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gzip
-import json
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from packages.report.tests.steps import close, printed, some
+from packages.report.tests.steps import MS, close, printed, some, timeline_of
 from stepscope import ProfileConfig, attach, capture, carrier, consume, profile_step, span, trajectory, turn
 from stepscope.files.layout import RunLayout
 from stepscope.testing.steps import StepFolder
@@ -26,8 +24,6 @@ from stepscope_report import Lag, StepReport, step_report, to_scalars
 from stepscope_report.html.step_page import render_step
 from stepscope_report.sections.long_tail import tail_sentences
 from stepscope_report.timeline import Span, Timeline, load_step, merge_step
-
-MS = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +55,12 @@ def spans(timeline: Timeline) -> dict[tuple[str, str | None, int | None], Span]:
 
 
 def drawn(layout: RunLayout, step: int) -> dict[tuple[str, str | None], dict[str, Any]]:
-    """Return the arguments of each span in the merged timeline."""
+    """Return the arguments of each span in the merged timeline, and those of each mark."""
     path = layout.step(step).root
     merge_step(path)
-    events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
-    return {
-        (event["name"], event["args"].get("trajectory")): event["args"]
-        for event in events
-        if event["ph"] == "X"
-    }
+    events = timeline_of(path)["traceEvents"]
+    args = {(one["name"], one["args"].get("trajectory")): one["args"] for one in events if one["ph"] == "X"}
+    return args | {(one["name"], None): one.get("args", {}) for one in events if one["ph"] == "i"}
 
 
 def test_a_call_hangs_below_the_call_whose_carrier_is_from_before_the_capture(tmp_path: Path) -> None:
@@ -130,8 +123,8 @@ def test_the_report_counts_it_where_it_ran_and_names_whose_it_is(recorded: RunLa
     assert [(other.step, other.spans, other.policy_versions) for other in five.health.other_steps] == [
         (7, 2, (4,))
     ]
-    assert five.long_tail is not None
-    assert (five.long_tail.trajectories, five.long_tail.of_other_steps) == (1, 1)
+    tail = some(five.long_tail)
+    assert (tail.trajectories, tail.of_other_steps) == (1, 1)
     assert seven.health.other_steps == ()
     for outcome in (five, seven):
         assert sum(line.wall_ns for line in outcome.breakdown.lines) == outcome.breakdown.window_ns
@@ -210,23 +203,15 @@ def test_a_slow_trajectory_says_which_step_it_is_for(stale: RunLayout) -> None:
 
 
 def test_the_timeline_marks_what_is_consumed(stale: RunLayout) -> None:
-    path = stale.step(7).root
-    merge_step(path)
-    events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
-    (mark,) = [event for event in events if event["name"] == "consume old"]
-    assert mark["ph"] == "i"
-    marked = {name: mark["args"][name] for name in ("begun", "begun_version", "policy_version", "trajectory")}
+    mark = drawn(stale, 7)["consume old", None]
+    marked = {name: mark[name] for name in ("begun", "begun_version", "policy_version", "trajectory")}
     assert marked == {"begun": 3, "begun_version": 2, "policy_version": 6, "trajectory": "old"}
 
 
 def test_where_nothing_calls_consume_the_steps_own_spans_say_it(recorded: RunLayout) -> None:
-    five, seven = report(recorded, 5).staleness, report(recorded, 7).staleness
-    assert five is not None
-    assert seven is not None
-    assert (five.steps, five.versions) == (
-        Lag(known=1, p50=0, p90=0, max=0),
-        Lag(known=1, p50=1, p90=1, max=1),
-    )
+    five, seven = (some(report(recorded, step).staleness) for step in (5, 7))
+    assert five.steps == Lag(known=1, p50=0, p90=0, max=0)
+    assert five.versions == Lag(known=1, p50=1, p90=1, max=1)
     assert [(row.trajectory, row.begun_step, row.steps) for row in seven.worst] == [("t7", 5, 2)]
 
 
@@ -401,15 +386,12 @@ def test_a_cancellation_is_an_outcome_of_its_own(config: ProfileConfig, kind: ty
         "trajectory": (1, 0, 1), "tool": (1, 1, 0),
     }  # fmt: skip
     assert [row.stage for row in report.health.errors] == ["tool"]
-    folder = RunLayout(config.save_path).step(1).root
-    merge_step(folder)
-    events = json.loads(gzip.decompress((folder / "timeline.json.gz").read_bytes()))["traceEvents"]
-    assert [event["name"] for event in events if event.get("args", {}).get("cancelled")] == ["trajectory"]
+    events = drawn(RunLayout(config.save_path), 1)
+    assert [name for (name, _), args in events.items() if args.get("cancelled")] == ["trajectory"]
 
 
 def of_trajectories(report: StepReport) -> str:
-    assert report.long_tail is not None
-    return " ".join(tail_sentences(report.long_tail))
+    return " ".join(tail_sentences(some(report.long_tail)))
 
 
 def test_cancelled_trajectories_are_no_part_of_the_long_tail(folder: StepFolder) -> None:

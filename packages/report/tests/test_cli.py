@@ -13,13 +13,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 import stepscope_report
 from packages.report.tests.commands import Command
+from packages.report.tests.steps import MS
 from stepscope import ProfileConfig, capture, flush
 from stepscope.errors import RecordError
 from stepscope.files.manifest import Expectation
@@ -31,8 +31,6 @@ from stepscope_report.cli import run
 from stepscope_report.cli.app import BROKEN_PIPE
 from stepscope_report.cli.mcp import Tools
 from stepscope_report.cli.what_if import longest_step
-
-MS = 1_000_000
 
 
 def a_run(
@@ -52,10 +50,6 @@ def damage(save_path: Path, step: int = 2) -> None:
     (spans,) = (save_path / f"step_{step:06d}" / "spans").iterdir()
     with spans.open("ab") as file:
         file.write(b'{"kind": "sp')
-
-
-def json_of(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_run_is_reported_step_by_step(tmp_path: Path, command: Command) -> None:
@@ -80,10 +74,10 @@ HEADINGS = ("Where it went", "Idle", "Steps")
     ],
 )
 def test_several_steps_are_told_in_short_and_one_in_full(
-    words: list[str], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], shown: str, tmp_path: Path, command: Command
 ) -> None:
-    assert run(["report", str(a_run(tmp_path)), *words, "--no-html"]) == 0
-    lines = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    printed = command("report", a_run(tmp_path), *words, "--no-html").out
+    lines = {line.strip() for line in printed.splitlines()}
     assert [heading for heading in HEADINGS if heading in lines] == shown.split(", ")
 
 
@@ -256,13 +250,12 @@ def test_validate_shows_the_resolved_configuration_and_its_steps(
     ids=["a wrong setting", "no file", "no step"],
 )
 def test_validate_says_what_is_wrong_or_selects_nothing(
-    text: str | None, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, code: int, message: str, tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "stepscope.yaml"
     if text is not None:
         path.write_text(text)
-    assert run(["validate", str(path)]) == code
-    printed = capsys.readouterr()
+    printed = command("validate", path, code=code)
     assert message in printed.err
     assert code == 0 or printed.out == ""
 
@@ -291,9 +284,8 @@ def test_an_error_of_ours_is_one_message_too(command: Command, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("arguments", [["report"], ["unknown"], ["report", "x", "--jobs", "two"]])
-def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 2
-    assert "Usage: stepscope" in capsys.readouterr().err
+def test_a_wrong_command_line_exits_with_2(arguments: list[str], command: Command) -> None:
+    assert "Usage: stepscope" in command(*arguments, code=2).err
 
 
 def test_help_names_the_exit_codes_and_the_version_is_shown(command: Command) -> None:
@@ -331,14 +323,11 @@ def test_a_merge_of_broken_files_says_which_and_exits_with_3(tmp_path: Path, com
 
 
 def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     step = a_run(tmp_path) / "step_000002"
-    assert (
-        run(["merge", str(step), "--from", "9", "--to", "10", "--roles", "trainer,actor", "--ranks", "0-7"])
-        == 0
-    )
-    printed = capsys.readouterr()
+    words = ("--from", "9", "--to", "10", "--roles", "trainer,actor", "--ranks", "0-7")
+    printed = command("merge", step, *words)
     assert "1 spans outside" in printed.out
     assert "empty" in printed.err
 
@@ -446,7 +435,7 @@ def test_a_step_in_which_nothing_says_its_number_is_refused(tmp_path: Path, comm
 
 
 def test_a_step_that_an_exception_ended_is_marked_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     config = ProfileConfig(save_path=tmp_path, steps=[0, 1])
@@ -455,14 +444,12 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     with pytest.raises(ValueError, match="no prompt"), capture(1, config=config):
         raise ValueError("no prompt")
     flush()
-    run(["ls", str(tmp_path)])
-    text = capsys.readouterr().out
+    text = command("ls", tmp_path).out
     assert text.count("ended early") == 1
     assert "ValueError: no prompt" in text
-    run(["ls", str(tmp_path), "--json"])
-    assert [row["error"] for row in json.loads(capsys.readouterr().out)] == [None, "ValueError: no prompt"]
-    run(["report", str(tmp_path), "--no-html"])
-    text = capsys.readouterr().out
+    rows = command("ls", tmp_path, "--json").json
+    assert [row["error"] for row in rows] == [None, "ValueError: no prompt"]
+    text = command("report", tmp_path, "--no-html").out
     assert "yes, ended early" in text
     assert "with ValueError: no" in text
 
@@ -477,9 +464,8 @@ def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
         "9 of 50 engine iterations: the engine ran no more",
         {"iterations.count": "prefill was cut"},
     )
-    driver.expected.append(
-        Expectation(name="replica 0", kind="engine", state="ok", notes=(note,), ignored=ignored)
-    )
+    engine = Expectation(name="replica 0", kind="engine", state="ok", notes=(note,), ignored=ignored)
+    driver.expected.append(engine)
     driver.close(10 * MS)
     step = folder.write()
     shown = command("ls", tmp_path).out, command("report", step).out

@@ -12,12 +12,11 @@ import pytest
 from typer.main import get_command
 
 from packages.report.tests.commands import Command
+from packages.report.tests.steps import MS
 from stepscope.errors import BackendError
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import analyse
 from stepscope_report.cli.app import app, run
-
-MS = 1_000_000
 
 
 @pytest.fixture

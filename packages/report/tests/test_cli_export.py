@@ -15,13 +15,12 @@ from pyarrow import parquet
 import stepscope_report
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
+from packages.report.tests.steps import MS
 from packages.report.tests.test_cli import a_run
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.cli.export import write_tables
 from stepscope_report.opened import ROWS, OpenStep, _values
-
-MS = 1_000_000
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:

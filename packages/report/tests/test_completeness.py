@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # the ranks record with it
 
+from packages.report.tests.steps import MS
 from stepscope.files.manifest import Recorded
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
@@ -23,7 +24,6 @@ from stepscope_report.timeline import load_step
 from stepscope_report.timeline.model import why_incomplete
 
 MAIN = Path(__file__).parents[2] / "core" / "tests" / "spmd_main.py"
-MS = 1_000_000
 
 
 @pytest.fixture(scope="module")

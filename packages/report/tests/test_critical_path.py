@@ -5,13 +5,10 @@ One file above 500 lines: its programs serve all of its tests.
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import zipfile
 from collections.abc import Iterable
 from functools import partial
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,20 +17,18 @@ import msgspec
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from rich.console import Console
 
+from packages.report.tests.steps import MS, printed, timeline_of
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.testing.steps import StepFolder
 from stepscope_report import CriticalPath, StepReport, step_report
 from stepscope_report.demo import ARCHIVE
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal import render
 from stepscope_report.timeline import Process, Span, Timeline, Window, load_step, merge_step
 from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
 from stepscope_report.timeline.model import Alignment, ProcessClock
 from stepscope_report.timeline.step_graph import StepGraph, step_graph
 
-MS = 1_000_000
 DATA = Path(__file__).with_name("data")
 Known = tuple[int, str | None, str, int]
 """(process, stage, kind, ns)."""
@@ -472,10 +467,9 @@ def test_a_slow_tool_has_its_trajectory_and_what_the_next_one_lets_it_save(tmp_p
 def test_terminal_page_and_json_show_it(tmp_path: Path) -> None:
     timeline = load_step(recorded(tmp_path))
     report = step_report(timeline)
-    text = StringIO()
-    Console(file=text, width=150).print(render(report))
-    assert "Critical path" in text.getvalue()
-    assert "env queue (waiting)" in text.getvalue()
+    text = printed(report, 150)
+    assert "Critical path" in text
+    assert "env queue (waiting)" in text
     page = render_step(timeline, report)
     assert 'id="critical-path"' in page
     assert page.count("critical path: ") >= 4  # the marks above the processes
@@ -485,7 +479,7 @@ def test_terminal_page_and_json_show_it(tmp_path: Path) -> None:
 def test_a_merged_timeline_has_a_track_of_it(tmp_path: Path) -> None:
     step = recorded(tmp_path)
     merge_step(step)
-    events = json.loads(gzip.decompress((step / "timeline.json.gz").read_bytes()))["traceEvents"]
+    events = timeline_of(step)["traceEvents"]
     drawn = [event for event in events if event.get("cat") == "critical path"]
     names = [event["name"].partition(" ")[2] for event in drawn]
     assert names == ["rollout", "generate", "queue", "search", "rollout", "sync_weights", "abort_requests",

@@ -10,19 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from packages.report.tests.steps import close, printed
+from packages.report.tests.steps import MS, close, printed, reported
 from packages.report.tests.traces import put as put_file
 from stepscope.backends.cuda_memory import LISTED, summarise
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
-from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.timeline import load_step, load_traces, merge_step
+from stepscope_report.timeline import load_step, merge_step
 
 FORWARD, BACKWARD = "train/forward.py:41 forward", "train/backward.py:41 backward"
 
 MB = 1_000_000
-MS = 1_000_000
 OPENED_US = OPENED_NS // 1000
 
 
@@ -145,16 +143,11 @@ def shifted(summary: MemorySummary, us: int) -> bytes:
     return msgspec.json.encode(plain)
 
 
-def report(folder: StepFolder) -> StepReport:
-    timeline = load_step(folder.layout.root)
-    return step_report(timeline, load_traces(folder.layout.root, timeline))
-
-
 @pytest.mark.parametrize("skew_ns", [0, 11_560 * MS])
 def test_what_held_the_memory_is_said_by_stage_and_line(tmp_path: Path, skew_ns: int) -> None:
     folder, actor = a_step(tmp_path, skew_ns=skew_ns)
     put(folder, actor, shifted(summarise(snapshot(), 1000), skew_ns // 1000))
-    (row,) = report(folder).cuda_memory
+    (row,) = reported(folder, traces=True).cuda_memory
     assert (row.process, row.device, row.allocated_bytes, row.at_ns) == (
         "actor 0", "cuda:0", 450 * MB, 30 * MS,
     )  # fmt: skip
@@ -173,7 +166,7 @@ def test_the_tables_and_the_page_show_it(tmp_path: Path) -> None:
     made = snapshot()
     made["device_traces"][0].append({"action": "oom", "size": 900 * MB, "device_free": 5, "frames": []})
     put(folder, actor, msgspec.json.encode(summarise(made, 11)), OOM_SUMMARY)
-    step = report(folder)
+    step = reported(folder, traces=True)
     for output in (printed(step, 200), render_step(load_step(folder.layout.root), step)):
         assert re.search("Held then: .* cuda:0, ", output)
         assert re.search("memory .* 900 MB", output)
@@ -193,7 +186,7 @@ def test_a_summary_is_no_trace_of_the_timeline(tmp_path: Path) -> None:
 def test_a_broken_summary_is_named_and_costs_itself(tmp_path: Path, data: bytes) -> None:
     folder, actor = a_step(tmp_path)
     put(folder, actor, data)
-    step = report(folder)
+    step = reported(folder, traces=True)
     assert step.cuda_memory == ()
     assert step.traces is not None
     assert [problem.file for problem in step.traces.problems] == [

@@ -82,6 +82,19 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "torch", lambda environ: iter(()))
 
 
+def put_nsys(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a program called nsys on PATH."""
+    put(folder / "nsys", f"#!/bin/sh\n{script}\n".encode())
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder / "nsys"
+
+
+def put_torch(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a module called torch on the path of processes that start."""
+    (folder / "torch.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_its_exit_code_and_its_json_agree(command: Command, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
@@ -170,10 +183,8 @@ def test_a_disk_is_held_against_the_budget(
 def test_a_torch_that_cannot_be_imported_is_red_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "torch.py").write_text(
-        "raise RuntimeError('Failed to load the backend extension: torch_npu: libascend_hal.so')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    why = "Failed to load the backend extension: torch_npu: libascend_hal.so"
+    put_torch(tmp_path, f"raise RuntimeError('{why}')\n", monkeypatch)
     monkeypatch.setattr(libraries, "find_spec", lambda name: object())
     (row,) = libraries.torch({})
     assert row.state == "red"
@@ -182,21 +193,13 @@ def test_a_torch_that_cannot_be_imported_is_red_with_its_last_words(
 
 
 GPU = {
-    "version": "2.13.0",
-    "built_for": "13.0",
-    "cuda": True,
-    "devices": ["NVIDIA H100"] * 8,
-    "activities": ["CPU", "CUDA"],
-    "cpu_events": 9,
-    "device_events": 0,
-}
+    "version": "2.13.0", "built_for": "13.0", "cuda": True, "devices": ["NVIDIA H100"] * 8,
+    "activities": ["CPU", "CUDA"], "cpu_events": 9, "device_events": 0,
+}  # fmt: skip
 
 
 def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nsys"
-    program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.2.1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program = put_nsys(tmp_path, "echo NVIDIA Nsight Systems version 2026.2.1", monkeypatch)
     row = libraries.nsys("nsys")
     assert (row.state, "version 2026.2.1, " in row.found, str(program) in row.found) == ("green", True, True)
 
@@ -222,8 +225,7 @@ def test_what_torch_answers_is_judged(
 
 
 def test_a_torch_without_an_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("print('{}')\nraise SystemExit(0)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    put_torch(tmp_path, "print('{}')\nraise SystemExit(0)\n", monkeypatch)
     with pytest.raises(libraries.ProbeError, match="printed no answer"):
         libraries.ask_torch()
     with monkeypatch.context() as patch:
@@ -336,9 +338,7 @@ def adapter_in(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> Ent
 def test_an_nsys_that_does_not_work_is_not_ok(
     script: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nsys").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "nsys").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    put_nsys(tmp_path, script, monkeypatch)
     monkeypatch.setattr(libraries, "NSYS_S", 0.3 if "sleep" in script else 30)
     assert libraries.nsys("nsys").state == "red"
     row = libraries.nsys("torch")

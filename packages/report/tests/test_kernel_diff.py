@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from packages.report.tests.commands import Command
+from packages.report.tests.steps import MS
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope import ProfileConfig, capture, span
 from stepscope.testing.steps import StepFolder
@@ -16,8 +17,6 @@ from stepscope_report.timeline import load_step, load_traces
 from stepscope_report.timeline.activity.content_reader import read_trace
 from stepscope_report.timeline.activity.nesting import KEPT, OTHERS
 from stepscope_report.timeline.activity.split import by_stage
-
-MS = 1_000_000
 
 
 def step(path: Path, number: int, *ranks: list[Any], stage: str | None = None) -> Path:

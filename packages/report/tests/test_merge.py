@@ -24,6 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packages.report.tests.pictures import rl_step
+from packages.report.tests.steps import MS, timeline_of
 from packages.report.tests.traces import put
 from stepscope.files.layout import sidecar_of
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
@@ -32,7 +33,6 @@ from stepscope_report.timeline import Merged, Selection, load_step, merge_step
 from stepscope_report.timeline.clocks import MARGIN_NS
 from stepscope_report.timeline.merge.write import TimelineFile
 
-MS = 1_000_000
 BASE_NS = OPENED_NS - 7_889_238_000_000_000 // 2
 """The zero of times in traces: like Kineto's, months before the step."""
 Event = dict[str, Any]
@@ -45,15 +45,9 @@ def ts(at_ns: int, base_ns: int = BASE_NS) -> msgspec.Raw:
 
 def kernel(name: str, at_ns: int, pid: object = 77, tid: object = 7, **more: object) -> Event:
     return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "ts": ts(OPENED_NS + at_ns),
-        "dur": 1.5,
-        **more,
-    }
+        "ph": "X", "cat": "kernel", "name": name, "pid": pid, "tid": tid, "ts": ts(OPENED_NS + at_ns),
+        "dur": 1.5, **more,
+    }  # fmt: skip
 
 
 def trace(
@@ -78,11 +72,7 @@ def trace(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the merged file. Numbers with a fraction come as decimals: exactly as they stand there."""
-    trace: dict[str, Any] = json.loads(
-        gzip.decompress((path / "timeline.json.gz").read_bytes()), parse_float=Decimal
-    )
-    return trace
+    return timeline_of(path)
 
 
 def events_of(path: Path, *phases: str) -> list[Event]:
@@ -371,13 +361,8 @@ def test_from_and_to_keep_what_overlaps(tmp_path: Path) -> None:
     folder, driver, actor = two(tmp_path)
     for stage, start, end in (("before", 0, 9), ("into", 5, 15), ("inside", 12, 13), ("after", 21, 30)):
         driver.span(stage, start * MS, end * MS)
-    events = [
-        kernel("early", 9 * MS),
-        kernel("long", 9 * MS, dur=2000),
-        kernel("k", 15 * MS),
-        kernel("late", 21 * MS),
-    ]
-    trace(folder, actor, [{**e, "dur": 2000} if e["name"] == "long" else e for e in events])
+    times = (("early", 9, 1.5), ("long", 9, 2000), ("k", 15, 1.5), ("late", 21, 1.5))
+    trace(folder, actor, [kernel(name, at * MS, dur=dur) for name, at, dur in times])
     path = folder.write()
     merged = merge_step(path, selection=Selection(from_ms=10, to_ms=20))
     assert {event["name"] for event in events_of(path, "X")} == {"into", "inside", "long", "k"}
@@ -459,19 +444,16 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         for _ in range(100_000_000 // len(block)):
             file.write(block + b",\n")
         file.write(block + b"]}")
-    step = folder.write()
     # Not ru_maxrss: that of a new process begins with what its parent had.
     program = (
         "import re, sys\n"
         "peak_kb = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "before = peak_kb()\n"
         "from stepscope_report.timeline import merge_step\n"
-        "print(merge_step(sys.argv[1]).events)\n"
-        "print(peak_kb() - before)\n"
+        "print(merge_step(sys.argv[1]).events, peak_kb() - before)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(step)], check=True, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program, str(folder.write())]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     events, grown_kb = map(int, done.stdout.split())
     assert events > 800_000
     assert grown_kb < 64_000

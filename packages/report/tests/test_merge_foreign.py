@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.report.tests.steps import timeline_of
 from packages.report.tests.traces import put
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Merged, Selection, merge_step
@@ -49,8 +49,7 @@ def merged_of(
     put(folder, "traces/actor/t.json", actor, content)
     step = folder.write()
     merged = merge_step(step, selection=selection or Selection())
-    written = gzip.decompress((step / "timeline.json.gz").read_bytes())
-    return merged, timed(json.loads(written, parse_float=Decimal)["traceEvents"])
+    return merged, timed(timeline_of(step)["traceEvents"])
 
 
 def timed(events: Iterable[Event]) -> list[Event]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.report.tests.steps import MS, timeline_of
 from packages.report.tests.traces import put
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Sidecar
@@ -18,7 +18,6 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.timeline import Merged, merge_step
 from stepscope_report.timeline.clocks import NOT_NEAR
 
-MS = 1_000_000
 AT_US = OPENED_NS // 1000
 Event = dict[str, Any]
 
@@ -55,8 +54,7 @@ def trace(
 def merged(folder: StepFolder) -> tuple[Merged, list[Event]]:
     path = folder.write()
     result = merge_step(path)
-    events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
-    return result, [event for event in events if event["ph"] != "M"]
+    return result, [event for event in timeline_of(path)["traceEvents"] if event["ph"] != "M"]
 
 
 def problems(result: Merged) -> dict[str, int | None]:

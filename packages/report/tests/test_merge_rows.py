@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.report.tests.steps import MS
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage import remove_abandoned
@@ -23,8 +24,6 @@ from stepscope_report.timeline import Selection, bytes_to_read, merge_step
 from stepscope_report.timeline.merge.mapping import Tracks
 from stepscope_report.timeline.merge.write import TimelineFile
 from stepscope_report.timeline.rows import Row
-
-MS = 1_000_000
 
 
 def step(tmp_path: Path) -> Path:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from packages.report.tests.commands import Command
+from packages.report.tests.steps import MS
 from stepscope.files.trace_context import SpanIds
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import step_report
 from stepscope_report.timeline import Span, Timeline, load_step
 from stepscope_report.timeline.readers.otlp import OtlpFile, read_otlp
 
-MS = 1_000_000
 RECORDED = Path(__file__).parent / "recorded_otel" / "vllm"
 FOREIGN = "4bf92f3577b34da6a3ce929d0e0e4736"
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from packages.report.tests.steps import MS
+from packages.report.tests.test_otlp import foreign
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import step_report
 from stepscope_report.sections.engines import Engine
 from stepscope_report.timeline import Span, Timeline, load_step, merge_step
 
-MS = 1_000_000
 RECORDED = Path(__file__).parent / "recorded_otel"
 AGENTS = ("openinference", "pydantic_ai")
 
@@ -56,10 +57,6 @@ def opened_ns(name: str) -> int:
 
 def recorded(name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(RECORDED / name, tmp_path / "run")) / "step_000002"
-
-
-def foreign(timeline: Timeline) -> list[Span]:
-    return [span for span in timeline.spans if span.process > 0]
 
 
 def times(timeline: Timeline, spans: Sequence[Span]) -> list[tuple[int, int | None]]:

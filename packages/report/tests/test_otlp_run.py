@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import some
+from packages.report.tests.steps import MS, some
 from packages.report.tests.test_otlp import attributes, request_json
 from packages.report.tests.test_otlp_recorded import AGENTS, RECORDED, raw_spans
 from stepscope_report import step_report
 from stepscope_report.cli import run
 from stepscope_report.timeline.otlp_run import load_otlp
 
-MS = 1_000_000
 BEGAN_NS = 1_700_000_000 * 10**9
 TRAJECTORIES = 20
 

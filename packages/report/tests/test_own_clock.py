@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from packages.report.tests.steps import some
+from packages.report.tests.steps import MS, some
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.process import exports
 from stepscope.errors import StepscopeError
@@ -27,7 +27,6 @@ from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.slow
 
-MS = 1_000_000
 BODY_S = 0.05
 SLOW_S = 0.02
 STEPS = range(5)

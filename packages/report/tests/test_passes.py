@@ -333,23 +333,15 @@ def test_a_copy_of_a_full_ring_holds_the_engine_up_less_than_its_file_and_says_t
     assert one["requests"]["version_begun"] == [11] * 64
 
 
+OTHERS = ("begin_ns", "end_ns", "kind", "requests", "running", "waiting", "kv_use")
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"served": {"request": [0], "tokens": [1], "output": [1]}},
         {"preempted": {"number": [0], "request": [9]}},
-        {
-            "passes": {
-                "number": [1],
-                "begin_ns": [],
-                "end_ns": [],
-                "kind": [],
-                "requests": [],
-                "running": [],
-                "waiting": [],
-                "kv_use": [],
-            }
-        },
+        {"passes": {"number": [1], **{name: [] for name in OTHERS}}},
     ],
     ids=list("abc"),
 )

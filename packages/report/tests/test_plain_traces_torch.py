@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from packages.report.tests.steps import MS
 from packages.report.tests.test_plain_traces import kernel, trace
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.plain import read_plain
 
-MS = 1_000_000
 _BASE = re.compile(rb'("baseTimeNanoseconds": )(\d+)')
 
 

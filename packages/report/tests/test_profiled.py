@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import close, some
+from packages.report.tests.steps import MS, close, some
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest import Expectation, ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
@@ -14,8 +14,6 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.load import profiled_keys
-
-MS = 1_000_000
 
 
 def part(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from packages.report.tests.steps import MS, timeline_of
 from packages.report.tests.traces import put
 from stepscope.files.sidecar import NSYS_RANGES
 from stepscope.testing.steps import OPENED_NS, StepFolder
@@ -26,7 +27,6 @@ from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.readers import Claim, FoundFile, Reader
 from stepscope_report.timeline.readers.nsys import BACKWARDS, NEVER_ENDED, NO_RANGES, NO_TIME, NsysReader
 
-MS = 1_000_000
 SESSION_NS = OPENED_NS - 500 * MS
 """Start of the nsys session, the zero of all times in the file."""
 PID, OTHER = 4711, 4712
@@ -82,6 +82,7 @@ def tables() -> Rows:
         "start": since(20), "end": since(30), "deviceId": 0, "contextId": 1, "streamId": 8,
         "correlationId": 12, "globalPid": process(PID), "bytes": 4096, "copyKind": 1,
     }  # fmt: skip
+    cleared = {key: value for key, value in copied.items() if key != "copyKind"}
     return {
         "StringIds": [{"id": number, "value": value} for number, value in STRINGS.items()],
         "TARGET_INFO_SESSION_START_TIME": [{"utcEpochNs": SESSION_NS, "utcTime": "x", "localTime": "x"}],
@@ -90,13 +91,7 @@ def tables() -> Rows:
         "ENUM_CUDA_MEMCPY_OPER": [{"id": 1, "name": "CUDA_MEMCPY_KIND_HTOD", "label": "Host-to-Device"}],
         KERNEL: [kernel(1, 5, 15, 11)],
         "CUPTI_ACTIVITY_KIND_MEMCPY": [copied],
-        "CUPTI_ACTIVITY_KIND_MEMSET": [
-            {
-                **{key: value for key, value in copied.items() if key != "copyKind"},
-                "value": 0,
-                "correlationId": 13,
-            }
-        ],
+        "CUPTI_ACTIVITY_KIND_MEMSET": [{**cleared, "value": 0, "correlationId": 13}],
         RUNTIME: [call(2, 1, 4, 11), call(3, 16, 18, 12)],
         "NVTX_EVENTS": [nvtx("actor.update", 0, 40), nvtx("mark", 3, None, 34)],
     }
@@ -150,9 +145,7 @@ def merged(folder: StepFolder, content: Rows, *, has_ranges: bool = False) -> tu
         tool="nsys", sidecar={"options": {NSYS_RANGES: has_ranges}},
     )  # fmt: skip
     step = folder.write()
-    result = merge_step(step)
-    text = gzip.decompress((step / "timeline.json.gz").read_bytes())
-    return result, json.loads(text, parse_float=Decimal)["traceEvents"]
+    return merge_step(step), timeline_of(step)["traceEvents"]
 
 
 def of(events: Iterable[Json], *phases: str) -> list[Json]:
@@ -272,13 +265,8 @@ def test_ranges_of_two_domains_that_overlap_are_drawn_apart_and_nested_ones_toge
     rows = tables()
     domain = {"start": since(0), "end": None, "eventType": 75, "text": "NCCL", "domainId": 3}
     registered = nvtx(None, 10, 50, domainId=3, textId=5)
-    rows["NVTX_EVENTS"] = [
-        domain,
-        nvtx("outer", 0, 40),
-        nvtx("inner", 5, 20),
-        registered,
-        nvtx("job", 1, 90, 60),
-    ]
+    nested = [nvtx("outer", 0, 40), nvtx("inner", 5, 20)]
+    rows["NVTX_EVENTS"] = [domain, *nested, registered, nvtx("job", 1, 90, 60)]
     _, events = merged(folder, rows)
     tracks = named(events)
     shown = {

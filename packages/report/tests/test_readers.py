@@ -5,9 +5,7 @@ Above 400 lines in one file, because all of it is told with the same reader of l
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.report.tests.steps import MS, timeline_of
 from packages.report.tests.traces import put
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
@@ -43,7 +42,6 @@ from stepscope_report.timeline.readers import (
 from stepscope_report.timeline.readers.contract import GROUP, Readers
 from stepscope_report.timeline.trace_files import find_traces
 
-MS = 1_000_000
 Json = dict[str, Any]
 STREAM = Track(track=7, name="Stream 7", sort=3)
 TAGGED: dict[str, type[Event]] = {kind.__name__: kind for kind in (Track, Slice, Instant, Counter, Flow)}
@@ -159,8 +157,7 @@ def recorded(
 def merged(folder: StepFolder, **selection: Any) -> tuple[Merged, list[Json]]:
     path = folder.write()
     result = merge_step(path, selection=Selection(**selection))
-    text = gzip.decompress((path / "timeline.json.gz").read_bytes())
-    events = json.loads(text, parse_float=Decimal)["traceEvents"]
+    events = timeline_of(path)["traceEvents"]
     return result, [event for event in events if event.get("cat") != "critical path"]
 
 

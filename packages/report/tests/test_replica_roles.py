@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from packages.report.tests.steps import close
+from packages.report.tests.steps import MS, close
 from stepscope.testing.steps import StepFolder
 from stepscope_report.advice import Advice
 from stepscope_report.model import StepReport
@@ -19,8 +19,6 @@ from stepscope_report.report import step_report
 from stepscope_report.sections.breakdown import step_breakdown
 from stepscope_report.sections.engines import engine_usage
 from stepscope_report.timeline import EngineStall, Timeline, load_step, load_traces
-
-MS = 1_000_000
 
 
 def with_a_teacher(root: Path, *, processes: bool) -> Timeline:

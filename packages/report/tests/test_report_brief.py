@@ -11,15 +11,13 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
-from packages.report.tests.steps import close
+from packages.report.tests.steps import MS, close
 from packages.report.tests.test_cli import a_run, damage
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
 from stepscope.testing.steps import StepFolder
 from stepscope_report import SettingChange, StepReport, step_report
 from stepscope_report.brief import LINES, brief_html, brief_markdown, brief_text, step_brief
 from stepscope_report.timeline import load_step
-
-MS = 1_000_000
 
 
 def slow_tool(root: Path) -> StepReport:

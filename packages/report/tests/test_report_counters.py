@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import printed, some
+from packages.report.tests.steps import MS, printed, some
 from stepscope.files.counters import (
     EVENT_LOOP,
     GC,
@@ -24,7 +24,6 @@ from stepscope_report import CounterRow, StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import Selection, load_step, merge_step
 
-MS = 1_000_000
 S = 1000 * MS
 
 

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from packages.report.tests.steps import MS
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.diff import Diff, diff
 from stepscope_report.formatting import signed
 from stepscope_report.terminal import render_diff
 from stepscope_report.timeline import load_step
-
-MS = 1_000_000
 
 
 def step(path: Path, number: int = 2, closes_ms: int = 20, **stages_ms: int) -> StepReport:

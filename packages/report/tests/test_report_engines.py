@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import MS, printed
 from packages.report.tests.test_report_stalls import expect
 from packages.report.tests.test_report_stalls import recorded as written
 from packages.report.tests.traces import add_trace, event
@@ -28,7 +28,6 @@ from stepscope_report import Engine, StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import load_step, load_traces
 
-MS = 1_000_000
 RECORDED = Path(__file__).with_name("recorded_engines")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated_gate import names_stage, pair_gate
-from packages.report.tests.steps import some
+from packages.report.tests.steps import MS, some
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.steps import StepLine, UncapturedStep
@@ -28,8 +28,6 @@ from stepscope_report.gate import (
     check_gate,
     parse_limits,
 )
-
-MS = 1_000_000
 
 
 def around(mean: float, number: int = 30, seed: int = 0) -> list[float]:

@@ -9,7 +9,8 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import MS, printed
+from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report.groups import group_spans
 from stepscope_report.html.step_page import render_step
@@ -17,25 +18,21 @@ from stepscope_report.report import step_report
 from stepscope_report.spans import MOST
 from stepscope_report.timeline import load_step
 
-MS = 1_000_000
-
 
 @pytest.fixture
 def save_path(tmp_path: Path) -> Path:
     """Return a run with a step of 100 ms: two overlapping calls of `search`, 20 of `python`, all in envs."""
     folder = StepFolder(tmp_path, step=2)
     driver = folder.process("trainer", owner=True)
-    driver.span("tool", 0, 30 * MS, role="env", attrs={"name": "search", "env": "web", "cached": False})
-    driver.span("tool", 10 * MS, 50 * MS, role="env", attrs={"name": "search", "env": "web", "cached": True})
-    for call in range(20):
-        start_ns = 50 * MS + call * 2 * MS
-        driver.span(
-            "tool",
-            start_ns,
-            start_ns + (call + 1) * 100_000,
-            role="env",
-            attrs={"name": "python", "env": "math"},
-        )
+
+    def call(start_ns: int, end_ns: int, **attrs: AttrValue) -> None:
+        driver.span("tool", start_ns, end_ns, role="env", attrs=attrs)
+
+    call(0, 30 * MS, name="search", env="web", cached=False)
+    call(10 * MS, 50 * MS, name="search", env="web", cached=True)
+    for number in range(20):
+        start_ns = 50 * MS + number * 2 * MS
+        call(start_ns, start_ns + (number + 1) * 100_000, name="python", env="math")
     driver.span("update_actor", 90 * MS, 100 * MS, role="actor")
     driver.close(100 * MS)
     folder.write()
@@ -56,16 +53,18 @@ def test_calls_at_once_are_active_once(save_path: Path) -> None:
     assert grouping.window_ns == 100 * MS
 
 
-def test_any_attribute_groups_the_spans_that_state_it(save_path: Path) -> None:
-    grouping = group_spans(load_step(save_path / "step_000002"), "cached")
-    assert {group.value: group.calls for group in grouping.groups} == {"true": 1, "false": 1}
-
-
-def test_without_a_name_a_span_is_named_by_its_stage(save_path: Path) -> None:
-    grouping = group_spans(load_step(save_path / "step_000002"), "name")
-    assert {group.value: group.calls for group in grouping.groups} == {
-        "search": 2, "python": 20, "update_actor": 1,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("attribute", "calls"),
+    [
+        ("cached", {"true": 1, "false": 1}),
+        ("name", {"search": 2, "python": 20, "update_actor": 1}),  # without a name, by its stage
+    ],
+)
+def test_any_attribute_groups_the_spans_that_state_it(
+    save_path: Path, attribute: str, calls: dict[str, int]
+) -> None:
+    grouping = group_spans(load_step(save_path / "step_000002"), attribute)
+    assert {group.value: group.calls for group in grouping.groups} == calls
 
 
 def test_the_command_prints_a_table_for_each_attribute(save_path: Path, command: Command) -> None:

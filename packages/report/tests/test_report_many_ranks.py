@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import close, printed
+from packages.report.tests.steps import MS, close, printed, reported, rules
 from packages.report.tests.test_report_html import Page
 from packages.report.tests.traces import add_trace, kernel, memory
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES
@@ -22,7 +22,6 @@ from stepscope_report.sections.traces import DRAWN, trace_blocks
 from stepscope_report.table import TextTable
 from stepscope_report.timeline import Timeline, load_step, load_traces
 
-MS = 1_000_000
 RANKS = 150
 LAZY, FULL = 77, 33
 
@@ -76,9 +75,7 @@ def test_few_devices_stay_in_the_order_of_ranks(folder: StepFolder) -> None:
         actor = folder.process("actor", rank)
         add_trace(folder, actor, [kernel("gemm", 0, busy_us)])
         actor.close(1000 * MS)
-    path = folder.write()
-    timeline = load_step(path)
-    devices = tables(step_report(timeline, load_traces(path, timeline)))["Devices"]
+    devices = tables(reported(folder, traces=True))["Devices"]
     assert [row[0] for row in devices.rows] == ["actor 0", "actor 1", "actor 2"]
     assert "p50" not in devices.note
 
@@ -108,10 +105,6 @@ def a_step(root: Path, names: list[str], role: str = "rollout") -> Timeline:
         at += number * MS
     driver.close(at)
     return load_step(folder.write())
-
-
-def rules(report: StepReport) -> set[str]:
-    return {advice.rule for advice in report.advice}
 
 
 def test_the_longest_names_have_rows_and_the_others_share_one(tmp_path: Path) -> None:

@@ -218,93 +218,87 @@ def test_without_a_framework_advice_is_what_it_was(case: Case) -> None:
     assert case.advice()["queueing"].settings == ()
 
 
-def test_a_wait_for_a_judge_is_a_matter_of_judges(case: Case) -> None:
-    tail_of("wait_for_reward", "agent_loop", wait=True)(case)
-    advice = advice_of(case, "long-tail", named(**PRESENT))
-    assert lines_of(advice.settings) == ("mine: judges: 2 -> higher",)
+def crowded(used: float) -> Callable[[Case], None]:
+    """Return a step whose requests wait beside a cache that is used so far."""
+
+    def change(case: Case) -> None:
+        queue(case)
+        replica_counters(case, used=used, running=64, waiting=30)
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("settings", "lines"),
-    [
-        ({"max_requests": ("slots", 32)}, ()),  # 40 fit
-        ({"max_requests": ("slots", None)}, ("mine: slots: 40",)),
-        ({"max_requests": ("slots", 64), "data_parallel": ("dp", 2)}, ("mine: slots: 64 -> lower",)),
-        ({"kv_memory": ("kv memory", 0.95)}, ()),
-    ],
-)
-def test_a_setting_that_is_not_the_cause_is_not_named(
-    case: Case, settings: dict[str, tuple[Any, ...]], lines: tuple[str, ...]
-) -> None:
-    full_cache(case)
-    assert lines_of(advice_of(case, "full-kv-cache", named(**settings)).settings) == lines
-
-
-@pytest.mark.parametrize(
-    ("used", "lines"), [(50.0, ("mine: slots: 64 -> 96",)), (80.0, ("mine: slots: 64 -> 76",)), (99.0, ())]
-)
-def test_more_requests_are_suggested_as_far_as_the_cache_holds_them(
-    case: Case, used: float, lines: tuple[str, ...]
-) -> None:
-    queue(case)
-    replica_counters(case, used=used, running=64, waiting=30)
-    assert lines_of(advice_of(case, "queueing", named(max_requests=("slots", 64))).settings) == lines
-
-
-def test_replicas_are_not_added_where_training_has_the_same_devices(case: Case) -> None:
-    queue(case)
-    settings = named(replicas=("engines", 2), colocated=("together", True))
-    assert advice_of(case, "queueing", settings).settings == ()
-
-
-def test_replicas_may_be_counted_in_devices(case: Case) -> None:
-    queue(case)
-    settings = named(rollout_devices=("--rollout-num-gpus", 8), tensor_parallel=("tp", 2))
-    (line,) = lines_of(advice_of(case, "queueing", settings).settings)
-    assert line.endswith("num-gpus: 8 -> 10")
-
-
-@pytest.mark.parametrize(("reserved", "line"), [(47, "4 -> 8"), (48, "4 -> higher")])
-def test_a_micro_batch_is_doubled_if_the_memory_is_there(case: Case, reserved: int, line: str) -> None:
-    waiting_device("actor", reserved)(case)
-    assert lines_of(advice_of(case, "idle-device", named(**PRESENT)).settings) == (
-        f"mine: micro batch: {line}",
-    )
-
-
-def test_weights_do_not_go_from_device_to_device_where_there_is_none(case: Case) -> None:
+def weights_without_a_device(case: Case) -> None:
     weights_to_replicas(case)
     add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 400_000)])
-    advice = advice_of(case, "weight-sync", named(**PRESENT))
-    (line,) = lines_of(advice.settings)
-    assert line.endswith(" MB: 512 -> higher")
 
 
-def test_dynamic_batches_have_no_micro_batch(case: Case) -> None:
-    waiting_device("actor")(case)
-    settings = named(
-        micro_batch=("micro batch", 4), micro_tokens=("tokens", 8192), dynamic_batch=("dynamic", True)
-    )
-    assert lines_of(advice_of(case, "idle-device", settings).settings) == ("mine: tokens: 8192 -> 16384",)
+class Fitting(NamedTuple):
+    """Settings of a run, and lines of the advice that a rule gives there."""
+
+    rule: str
+    change: Callable[[Case], None]
+    settings: dict[str, tuple[Any, ...]]
+    lines: tuple[str, ...]
+
+
+SLOTS = {"max_requests": ("slots", 64)}
+FITTING: dict[str, Fitting] = {
+    "a wait for a judge is a matter of judges": Fitting(
+        "long-tail", tail_of("wait_for_reward", "agent_loop", wait=True), PRESENT, ("judges: 2 -> higher",)
+    ),
+    "40 fit": Fitting("full-kv-cache", full_cache, {"max_requests": ("slots", 32)}, ()),
+    "unknown": Fitting("full-kv-cache", full_cache, {"max_requests": ("slots", None)}, ("slots: 40",)),
+    "of several": Fitting(
+        "full-kv-cache", full_cache, {**SLOTS, "data_parallel": ("dp", 2)}, ("slots: 64 -> lower",)
+    ),
+    "a full device": Fitting("full-kv-cache", full_cache, {"kv_memory": ("kv memory", 0.95)}, ()),
+    # More requests are suggested as far as the cache holds them.
+    "half a cache": Fitting("queueing", crowded(50.0), SLOTS, ("slots: 64 -> 96",)),
+    "a fuller cache": Fitting("queueing", crowded(80.0), SLOTS, ("slots: 64 -> 76",)),
+    "a full cache": Fitting("queueing", crowded(99.0), SLOTS, ()),
+    "replicas are not added where training has the same devices": Fitting(
+        "queueing", queue, {"replicas": ("engines", 2), "colocated": ("together", True)}, ()
+    ),
+    "replicas may be counted in devices": Fitting(
+        "queueing", queue, {"rollout_devices": ("num-gpus", 8), "tensor_parallel": ("tp", 2)},
+        ("num-gpus: 8 -> 10",),
+    ),
+    "a micro batch is doubled if the memory is there": Fitting(
+        "idle-device", waiting_device("actor", 47), PRESENT, ("micro batch: 4 -> 8",)
+    ),
+    "and is higher if it is not": Fitting(
+        "idle-device", waiting_device("actor", 48), PRESENT, ("micro batch: 4 -> higher",)
+    ),
+    "dynamic batches have no micro batch": Fitting(
+        "idle-device", waiting_device("actor"),
+        {"micro_batch": ("micro", 4), "micro_tokens": ("tokens", 8192), "dynamic_batch": ("dynamic", True)},
+        ("tokens: 8192 -> 16384",),
+    ),
+    "weights do not go from device to device where there is none": Fitting(
+        "weight-sync", weights_without_a_device, PRESENT, ("bucket MB: 512 -> higher",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_settings_are_named_as_they_fit_the_step(case: Case, name: str) -> None:
+    fitting = FITTING[name]
+    fitting.change(case)
+    advice = advice_of(case, fitting.rule, named(**fitting.settings))
+    assert lines_of(advice.settings) == tuple(f"mine: {line}" for line in fitting.lines)
 
 
 def test_a_framework_is_named_rather_than_its_engine_and_differing_processes_have_no_value(
     case: Case,
 ) -> None:
     full_cache(case)
-    engine = FrameworkSettings(
-        framework="vllm",
-        engine=True,
-        settings=(
-            Setting(knob="max_requests", name="max_num_seqs", value=64),
-            Setting(knob="kv_memory", name="gpu_memory_utilization", value=0.5),
-        ),
+    requests = Setting(knob="max_requests", name="max_num_seqs", value=64)
+    low, high = (
+        Setting(knob="kv_memory", name="gpu_memory_utilization", value=value) for value in (0.5, 0.7)
     )
-    other = FrameworkSettings(
-        framework="vllm",
-        engine=True,
-        settings=(Setting(knob="kv_memory", name="gpu_memory_utilization", value=0.7),),
-    )
+    engine = FrameworkSettings(framework="vllm", engine=True, settings=(requests, low))
+    other = FrameworkSettings(framework="vllm", engine=True, settings=(high,))
     case.replica.settings, case.actors[0].settings = (engine,), (other,)
     advice = advice_of(case, "full-kv-cache", named(max_requests=("rollout.max_num_seqs", 64)))
     assert lines_of(advice.settings) == (

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from packages.report.tests.steps import MS, Row, a_step, close, reported, rules, some
+from packages.report.tests.steps import MS, Row, a_step, close, reported, rules, some, timeline_of
 from packages.report.tests.test_report_breakdown import account, driver_of
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Stall
@@ -237,8 +233,7 @@ def two_replicas(tmp_path: Path) -> Path:
 
 def stalls_in(path: Path, base_ns: int) -> list[tuple[int, int, int]]:
     """Return (pid, first ms, last ms) of each drawn stall."""
-    content = gzip.decompress((path / "timeline.json.gz").read_bytes())
-    events: list[dict[str, Any]] = json.loads(content, parse_float=Decimal)["traceEvents"]
+    events = timeline_of(path)["traceEvents"]
     begin_us = (OPENED_NS - base_ns) // 1000
     return [
         (e["pid"], int(e["ts"] - begin_us) // 1000, int(e["ts"] + e["dur"] - begin_us) // 1000)

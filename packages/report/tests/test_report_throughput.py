@@ -112,10 +112,7 @@ def test_what_the_loop_counts_is_per_second_of_the_step_and_of_the_phase(tmp_pat
 
 def test_what_the_loop_counts_goes_before_attributes_of_spans(tmp_path: Path) -> None:
     run = Run(tmp_path, attrs={"tokens": 700})
-    assert (rate(run.report(), "train").tokens, rate(run.report(), "train").source) == (
-        1400,
-        "spans update_actor",
-    )
+    assert counted(run, "train") == (1400, "spans update_actor")
     run.tokens(run.driver, train=9)
     assert counted(run, "train") == (9, "step_tokens")
 
@@ -139,12 +136,11 @@ def test_turns_count_before_requests_and_requests_before_the_engines_counters(tm
     run.engine.counter(
         "generation tokens", {0: 1000.0, 5 * S: 1500.0, 19 * S: 1900.0}, of="replica 0", kind="total"
     )
-    assert rate(run.report(), "rollout").tokens == 900
-    assert rate(run.report(), "rollout").source == "engines' counters"
+    assert counted(run, "rollout") == (900, "engines' counters")
     run.engine.span(
         "decode", 1 * S, 7 * S, attrs={"request_id": "a", "output_tokens": 850, "prompt_tokens": 5}
     )
-    assert (rate(run.report(), "rollout").tokens, rate(run.report(), "rollout").source) == (850, "requests")
+    assert counted(run, "rollout") == (850, "requests")
     run.driver.span("turn", 1 * S, 2 * S, role="agent_loop", trajectory="t1", turn=0, attrs={"tokens": 800})
     assert counted(run, "rollout") == (800, "spans turn")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from packages.report.tests.steps import close, printed
+from packages.report.tests.steps import MS, Row, a_step, close, printed, reported
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
@@ -15,7 +15,6 @@ from stepscope_report.html.step_page import render_step
 from stepscope_report.sections.weight_sync import WeightSync
 from stepscope_report.timeline import load_step
 
-MS = 1_000_000
 GB = 1_000_000_000
 
 
@@ -70,12 +69,12 @@ def test_who_did_nothing_meanwhile_waited(tmp_path: Path) -> None:
     assert waits["actor 0"] == 300 * MS
 
 
-def test_of_nested_calls_of_a_stage_the_outermost_has_the_bytes(folder: StepFolder) -> None:
-    driver = folder.process("trainer", owner=True)
-    outer = driver.span("sync_weights", 0, 100 * MS, attrs={"bytes": GB})
-    driver.span("sync_weights", 0, 50 * MS, parent=outer, attrs={"bytes": GB // 2})
-    driver.close(100 * MS)
-    sync = sync_of(step_report(load_step(folder.write())))
+def test_of_nested_calls_of_a_stage_the_outermost_has_the_bytes(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        ("trainer sync_weights", 0, 100, {"attrs": {"bytes": GB}}),
+        ("trainer sync_weights", 0, 50, "sync_weights", {"attrs": {"bytes": GB // 2}}),
+    ]
+    sync = sync_of(reported(a_step(tmp_path, 100, rows)))
     assert [phase.bytes for phase in sync.phases] == [GB]
     assert [(row.bytes, row.gb_per_s) for row in sync.transfers] == [(GB, 10)]
 
@@ -95,10 +94,7 @@ def test_without_bytes_the_report_says_how_to_state_them(tmp_path: Path) -> None
     assert 'attrs={"bytes": ...}' in printed(result, 150)
 
 
-def test_a_step_that_moves_no_weights_has_no_such_section(folder: StepFolder) -> None:
-    driver = folder.process("trainer", owner=True)
-    driver.span("update_actor", 0, 9 * MS)
-    driver.close(10 * MS)
-    result = step_report(load_step(folder.write()))
+def test_a_step_that_moves_no_weights_has_no_such_section(tmp_path: Path) -> None:
+    result = reported(a_step(tmp_path, 10, [("trainer update_actor", 0, 9)]))
     assert result.weight_sync is None
     assert "Weight" not in printed(result, 150)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
+from packages.report.tests.steps import MS, timeline_of
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.timeline import load_step, merge_step
 from stepscope_report.timeline.tree import requests
-
-MS = 1_000_000
 
 
 def step(tmp_path: Path) -> tuple[StepFolder, FakeProcess, FakeProcess]:
@@ -42,7 +39,7 @@ def test_a_turn_leads_to_the_spans_that_served_its_request(tmp_path: Path) -> No
     engine.span("unnamed", 3 * MS, 4 * MS)
     assert sorted(named(folder)) == [("other turn", "decode"), ("turn", "serve")]
     merge_step(folder.layout.root)
-    events = json.loads(gzip.decompress(folder.layout.timeline.read_bytes()))["traceEvents"]
+    events = timeline_of(folder.layout.root)["traceEvents"]
     slices = {(e["pid"], e["tid"], e["ts"]): e["name"] for e in events if e["ph"] == "X"}
     ends = {e["id"]: slices[e["pid"], e["tid"], e["ts"]] for e in events if e["ph"] == "f"}
     starts = {e["id"]: slices[e["pid"], e["tid"], e["ts"]] for e in events if e["ph"] == "s"}

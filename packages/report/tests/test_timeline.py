@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.report.tests.steps import Row, a_step, close, printed, some
+from packages.report.tests.steps import MS, Row, a_step, close, printed, some
 from packages.report.tests.traces import add_trace, op
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
@@ -23,7 +23,6 @@ from stepscope_report.timeline.clocks import Reference, align, align_owner
 from stepscope_report.timeline.rows import names_of
 from stepscope_report.timeline.tree import cut_cycles
 
-MS = 1_000_000
 S = 1_000 * MS
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packages.report.tests.steps import some
+from packages.report.tests.steps import MS, some
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset, Exchange, estimate_offset
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.clocks import Aligned, Band, Line, Reference, align, align_owner
@@ -16,7 +16,6 @@ from stepscope_report.timeline.model import Process
 from stepscope_report.timeline.rows import offset_at
 
 US = 1_000
-MS = 1_000_000
 S = 1_000 * MS
 UNIX = 1_750_000_000 * S
 ROUNDED_NS = 8

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import MS, printed
 from stepscope.errors import RecordError
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import step_report
 from stepscope_report.timeline import Timeline, load_step
-
-MS = 1_000_000
 
 
 def folder_of(tmp_path: Path) -> tuple[Path, FakeProcess]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from packages.report.tests.known import Clock, Known, KnownStep, some_clocks
-from packages.report.tests.steps import some
+from packages.report.tests.steps import MS, some, timeline_of
 from stepscope.testing.steps import OPENED_NS
 from stepscope_report.sections.breakdown import step_breakdown
 from stepscope_report.sections.health import clock, clock_notes, step_health
 from stepscope_report.timeline import Timeline, load_step, merge_step
 
-MS = 1_000_000
 S = 1_000 * MS
 ROUNDED_NS = 3
 SEEDS = range(8)
@@ -62,7 +58,7 @@ def test_every_kernel_is_where_it_was_within_the_stated_uncertainty(tmp_path: Pa
     step = known(seed)
     path = step.write(tmp_path)
     merged = merge_step(path)
-    written = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()), parse_float=Decimal)
+    written = timeline_of(path)
     truth = {event.name: event for event in step.events}
     within_ns = {row.pid: row.uncertainty_ns for row in merged.rows}
     kernels = [event for event in written["traceEvents"] if event.get("cat") == "kernel"]

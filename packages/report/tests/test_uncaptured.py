@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from packages.report.tests.commands import Command
-from packages.report.tests.steps import printed, some
+from packages.report.tests.steps import MS, printed, some
 from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.process import shutdown
 from stepscope._recording.recorder import steps
@@ -22,8 +22,6 @@ from stepscope_report import StepReport, step_report, to_scalars
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import load_step
-
-MS = 1_000_000
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.report.tests.damage import damage
+from packages.report.tests.steps import MS
 from packages.report.tests.traces import op
 from packages.report.tests.whole_run import write_whole_run
 from stepscope.config import ProfileConfig
@@ -32,7 +33,6 @@ from stepscope.files.storage import open_file, read_file, read_record
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli.app import run
 
-MS = 1_000_000
 SECRET = "what-lies-outside"
 FOLDERS = 20 if settings().max_examples == 100 else settings().max_examples
 """The number of damaged folders to try: few, unless a profile asks for another number."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from packages.report.tests.steps import MS
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.files.layout import RunLayout
 from stepscope_report.sections.breakdown import Breakdown, step_breakdown
@@ -19,7 +20,6 @@ from stepscope_report.timeline import load_step
 ray = pytest.importorskip("ray")
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-MS = 1_000_000
 
 
 class Trainer:

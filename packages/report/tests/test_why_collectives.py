@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import msgspec
 import pytest
 from torch.distributed.flight_recorder.components.builder import build_db
 
+from packages.report.tests.three_ranks import hanging
 from stepscope._recording.recorder.collectives import joined, parsed
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
@@ -35,25 +32,14 @@ from stepscope_report.waiting import Behind, Entered, say_call
 from stepscope_report.why import why
 
 RANK = """
-import json, os, sys, threading, time
-import torch, torch.distributed as dist
 from torch._C import _distributed_c10d as binding
-from stepscope import capture, configure, profile_step
-
-folder, rank = sys.argv[1], int(os.environ["RANK"])
-configure(save_path=folder, record="spans", control={"poll_seconds": 0.1},
-          roles={"*": {"profiler": "off"}})
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
 pair = dist.new_group([0, 1])
 dist.all_reduce(torch.ones(2))
-
 def wait_for_the_device():
     threading.Event().wait()
-
 def all_but_the_last_ended():
     entries = json.loads(binding._dump_fr_trace_json())["entries"]
     return all(entry["retired"] for entry in (entries if rank == 2 else entries[:-1]))
-
 def ready():
     while not all_but_the_last_ended():  # the recorder notes the end of a call after the call has returned
         time.sleep(0.01)
@@ -61,7 +47,6 @@ def ready():
         with open(f"{folder}/{name}{rank}", "wb") as file:
             file.write(dump())
     print("ready", flush=True)
-
 @profile_step("actor")
 def update():
     if rank < 2:
@@ -70,29 +55,17 @@ def update():
         work = dist.all_reduce(torch.ones(2), async_op=True)
     ready()
     wait_for_the_device()
-
 with capture(3, role="actor"):
     update()
 """
 
 
 WITHOUT_RECORDER = """
-import os, sys, threading
-import torch, torch.distributed as dist
-from stepscope import capture, configure, profile_step
-
-folder, rank = sys.argv[1], int(os.environ["RANK"])
-configure(save_path=folder, record="spans", control={"poll_seconds": 0.1},
-          roles={"*": {"profiler": "off"}})
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
 pair = dist.new_group([0, 1])
-
 def reduce():
     dist.all_reduce(torch.ones(2))
-
 def load():
     threading.Event().wait()
-
 @profile_step("actor")
 def update():
     reduce()
@@ -100,44 +73,15 @@ def update():
         dist.all_reduce(torch.ones(2), group=pair)
     print("ready", flush=True)
     load() if rank == 2 else reduce()
-
 with capture(3, role="actor"):
     update()
 """
 
 
-@contextmanager
-def hanging(folder: Path, program: str = RANK, entries: int = 200) -> Iterator[None]:
-    """Run three ranks, of which the last does not enter the second collective of all.
-
-    Args:
-        entries: The size of torch's flight recorder; 0 turns it off.
-    """
-    environ = {**os.environ, "STEPSCOPE_RUN_ID": "feed0004", "TORCH_FR_BUFFER_SIZE": str(entries)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(folder)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environ, "RANK": str(rank)},
-        )
-        for rank in range(3)
-    ]
-    try:
-        for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        yield
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ranks")
-    with hanging(folder):
+    with hanging(folder, RANK, TORCH_FR_BUFFER_SIZE="200"):
         yield folder
 
 
@@ -156,7 +100,7 @@ def test_the_rank_that_others_wait_for_in_the_background_is_named(run: Path) -> 
 
 @pytest.mark.slow
 def test_without_torch_s_recorder_the_groups_own_counts_name_the_rank(tmp_path: Path) -> None:
-    with hanging(tmp_path, WITHOUT_RECORDER, entries=0):
+    with hanging(tmp_path, WITHOUT_RECORDER, TORCH_FR_BUFFER_SIZE="0"):
         time.sleep(1)  # until the last collective is open
         answer = why(ask(RunLayout(tmp_path), 10))
     (first,) = (answer.calls[index] for index in answer.culprits)

@@ -12,7 +12,6 @@ import re
 import shutil
 import socketserver
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from packages.report.tests.steps import some
+from packages.report.tests.three_ranks import hanging
 from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.state import communicators_in_time
 from stepscope.files.layout import RunLayout
@@ -196,26 +197,15 @@ def test_hosts_whose_processes_have_one_id_are_told_apart() -> None:
 
 
 RANK = """
-import os, sys, threading
-import torch.distributed as dist
-from stepscope import capture, configure, profile_step
-
-folder, rank = sys.argv[1], int(os.environ["RANK"])
-configure(save_path=folder, record="spans", control={"poll_seconds": 0.1}, roles={"*": {"profiler": "off"}})
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
-
 def load():
     print("ready", flush=True)
     threading.Event().wait()
-
 def wait_for_the_device():
     print("ready", flush=True)
     threading.Event().wait()
-
 @profile_step("actor")
 def update():
     load() if rank == 1 else wait_for_the_device()
-
 with capture(3, role="actor"):
     update()
 """
@@ -229,22 +219,10 @@ def test_the_rank_that_nccl_knows_to_be_behind_is_named(tmp_path: Path) -> None:
     def answer() -> str:
         return document([rank(n, {"AllReduce": 119 - (n == 1)}, ranks[n].pid) for n in range(3)])
 
-    with serving(answer) as address:
-        environ = {**os.environ, "STEPSCOPE_RUN_ID": "feed0005", "NCCL_RAS_ADDR": address}
-        try:
-            for number in range(3):
-                command = [sys.executable, "-c", RANK, str(tmp_path)]
-                own = {**environ, "RANK": str(number)}
-                ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own))
-            for process in ranks:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
-            told = why(ask(RunLayout(tmp_path), 10))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.communicate()
+    with serving(answer) as address, hanging(tmp_path, RANK, NCCL_RAS_ADDR=address) as started:
+        ranks += started
+        told = why(ask(RunLayout(tmp_path), 10))
     (first,) = (told.calls[at] for at in told.culprits)
     assert first.process == f"actor_rank1_{os.uname().nodename}_pid{ranks[1].pid}"
-    assert first.behind is not None
-    assert (first.behind.begun, first.behind.others, told.held) == (118, 119, 2)
+    behind = some(first.behind)
+    assert (behind.begun, behind.others, told.held) == (118, 119, 2)
