@@ -40,19 +40,10 @@ def test_operators_and_kernels_that_grew_appeared_or_vanished_are_listed_by_size
     tmp_path: Path, command: Command
 ) -> None:
     mark = event("update", "user_annotation", 0, 9000)
-    a = step(
-        tmp_path, 2, [mark, op("aten::linear", 0, 100), op("aten::mm", 10, 50), kernel("gemm", 100, 400)]
-    )
-    b = step(
-        tmp_path,
-        3,
-        [
-            op("aten::linear", 0, 100),
-            op("aten::mm", 10, 80),
-            op("aten::mm", 200, 20),
-            kernel("attn", 100, 700),
-        ],
-    )
+    before = [mark, op("aten::linear", 0, 100), op("aten::mm", 10, 50), kernel("gemm", 100, 400)]
+    products = [op("aten::mm", 10, 80), op("aten::mm", 200, 20)]
+    after = [op("aten::linear", 0, 100), *products, kernel("attn", 100, 700)]
+    a, b = step(tmp_path, 2, before), step(tmp_path, 3, after)
     rows = kernels_of(a, b, command)["changes"]
     told = [
         (row["kind"], row["name"], row["a_ns"], row["b_ns"], row["a_calls"], row["b_calls"]) for row in rows

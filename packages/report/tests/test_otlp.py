@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from packages.report.tests.commands import Command
-from packages.report.tests.steps import MS
+from packages.report.tests.steps import MS, some
 from stepscope.files.trace_context import SpanIds
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import step_report
@@ -117,8 +117,7 @@ def test_a_span_of_ours_below_a_foreign_one_belongs_to_the_trajectory_too(step: 
     span = span_json(20, 50, traceId=trace_id, parentSpanId=parent)
     timeline = load_step(step.write(request_json(span)))
     reset = next(span for span in timeline.spans if span.stage == "reset")
-    assert reset.parent is not None
-    assert timeline.spans[reset.parent].stage == "tool"
+    assert timeline.spans[some(reset.parent)].stage == "tool"
     assert (reset.trajectory, reset.turn) == ("t7", 3)
 
 
@@ -142,8 +141,7 @@ def test_spans_without_a_host_say_that_their_clock_is_assumed(step: Step) -> Non
     timeline = load_step(step.write(request_json(span_json(20, 50))))
     clock = timeline.processes[1].clock
     assert (clock.alignment, clock.uncertainty_ns) == ("assumed", None)
-    assert clock.note is not None
-    assert "the owner's" in clock.note
+    assert "the owner's" in some(clock.note)
 
 
 def test_spans_of_a_host_of_the_step_are_moved_by_its_offset(step: Step) -> None:
@@ -155,8 +153,7 @@ def test_spans_of_a_host_of_the_step_are_moved_by_its_offset(step: Step) -> None
     (tool,) = (span for span in timeline.spans if span.stage == "tool")
     clock = timeline.processes[tool.process].clock
     assert clock.alignment == "measured"
-    assert clock.uncertainty_ns is not None
-    assert abs(tool.start_ns - timeline.window.start_ns - 20 * MS) <= clock.uncertainty_ns
+    assert abs(tool.start_ns - timeline.window.start_ns - 20 * MS) <= some(clock.uncertainty_ns)
 
 
 PROMPTS = attributes(
@@ -256,8 +253,7 @@ def test_a_request_of_vllm_hangs_below_the_turn_that_made_it(tmp_path: Path) -> 
         ("t1", 0, "rollout"),
     ]
     for span in requests:
-        assert span.parent is not None
-        turn = timeline.spans[span.parent]
+        turn = timeline.spans[some(span.parent)]
         assert turn.stage == "turn"
         assert turn.start_ns <= span.start_ns <= timeline.until_ns(span) <= timeline.until_ns(turn)
 
