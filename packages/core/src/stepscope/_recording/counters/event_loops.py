@@ -9,10 +9,12 @@ While a loop is blocked, its running task shows which call blocks it, and at whi
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from inspect import CO_COROUTINE
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -120,7 +122,7 @@ class _Watched:
         span = None if task is None else tasks.span_of(task)
         if span is None or self._sent_ns != sent_ns:  # the loop has run meanwhile
             return None
-        role, code = inherited(span)[0] or span.log.process.role, tasks.place_of(task)
+        role, code = inherited(span)[0] or span.log.process.role, _line_of(loop, task)
         line = "?" if code is None else f"{Path(code[0].co_filename).name}:{code[1]}"
         place = f"{role} {span.stage}, {line}"
         if len(self._places) < _MOST_PLACES:
@@ -155,6 +157,18 @@ class _Watched:
         if number == self._number and sent_ns is not None:
             self._latest_ns = max(self._latest_ns, time.monotonic_ns() - sent_ns)
             self._sent_ns = None
+
+
+def _line_of(loop: AbstractEventLoop, task: object) -> tasks.Place:
+    """Return the line of the innermost coroutine that runs on a loop.
+
+    A running coroutine does not tell what it awaits (`cr_await`), so the stack of the loop's thread is read.
+    If a loop of another library does not tell its thread, the line of the task's own coroutine is returned.
+    """
+    frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
+    while frame is not None and not frame.f_code.co_flags & CO_COROUTINE:
+        frame = frame.f_back
+    return tasks.place_of(task) if frame is None else (frame.f_code, frame.f_lineno or 0)
 
 
 class EventLoops(CounterSource):
