@@ -41,7 +41,11 @@ class Closing(NamedTuple):
 
 
 def step_of(value: object) -> int:
-    """Return a step number as an int. Integers of numpy and torch are accepted."""
+    """Return a step number as an int. Integers of numpy and torch are accepted.
+
+    Raises:
+        ConfigError: `value` is not an integer from 0 to 2**62.
+    """
     step = _whole(value)
     if step is None or step > MOST:
         fix = "pass the training loop's global step"
@@ -50,7 +54,11 @@ def step_of(value: object) -> int:
 
 
 def rank_of(value: object) -> int | None:
-    """Return a rank as an int, as `step_of` does, or None if `value` is None."""
+    """Return a rank as an int, or None if `value` is None. Integers of numpy and torch are accepted.
+
+    Raises:
+        ConfigError: `value` is something else, or is negative.
+    """
     if value is None:
         return None
     rank = _whole(value)
@@ -81,7 +89,8 @@ def check_asked(call: str, role: object, config: object, workers: object) -> Non
 
 _ROLE = re.compile(r"[\w.:/-]{1,500}")
 _checked: str | None = None
-"""The last valid role, cached because a loop passes the same role in each step. One writer: `_check_role`."""
+"""The role that was checked last, or None before the first check. Cached because a loop passes the same role
+in each step. One writer: `_check_role`."""
 
 
 def _check_role(field: str, role: object) -> None:
@@ -99,6 +108,6 @@ def _whole(value: Any) -> int | None:
         return None
     try:
         number = operator.index(value)
-    except ours():  # for example text, a float, or a tensor of several numbers
+    except ours():  # not an integer: for example text, a float, or a tensor of several numbers
         return None
     return number if number >= 0 else None

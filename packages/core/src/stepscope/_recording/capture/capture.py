@@ -203,7 +203,7 @@ class Capture:
             self._leave_scopes()
             self._end_unselected(error)
             return
-        self._life.leave()  # first, because it reads the clock
+        self._life.leave()  # first, because `leave` reads the clock
         self._leave_scopes()
         cancelled = await self._life.aclose(Closing(_ending_of(error)))
         if cancelled is not None and not isinstance(error, type(cancelled)):
@@ -231,7 +231,7 @@ class Capture:
             self._leave_scopes()
             self._end_unselected(error)
             return
-        self._life.leave()  # first, because it reads the clock
+        self._life.leave()  # first, because `leave` reads the clock
         self._leave_scopes()
         self._life.close(Closing(_ending_of(error)))
 
@@ -252,7 +252,7 @@ class Capture:
             mark.leave_inner()
 
     def _stand(self) -> None:
-        """Start the flight recorder, because it writes a line for captured steps too."""
+        """Start the flight recorder, which writes a line for captured steps too."""
         if self.config.record != "off" and self.state == "new":
             _kept_steps().stand(self._asked)
 
@@ -285,7 +285,7 @@ class Capture:
 
 
 def _lifecycle() -> ModuleType:
-    from stepscope._recording.capture import lifecycle  # imported here, because it imports asyncio
+    from stepscope._recording.capture import lifecycle  # imported here, because the module imports asyncio
 
     return lifecycle
 
@@ -317,7 +317,7 @@ def _check_first(config: ProfileConfig, workers: object, engines: object) -> boo
 
 
 def _kept_steps() -> ModuleType:
-    from stepscope._recording.capture import kept_steps  # imported here, because it imports much
+    from stepscope._recording.capture import kept_steps  # imported here, because the module imports much
 
     return kept_steps
 

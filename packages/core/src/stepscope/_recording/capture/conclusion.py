@@ -1,6 +1,6 @@
-"""The end of a capture: its manifest, and the log lines derived from it.
+"""The end of a capture: its manifest, the log lines derived from the manifest, and the removal of old steps.
 
-Then old steps are removed (`budget.keep_steps`).
+Old steps are removed as `budget.keep_steps` asks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 _kept: set[str] = set()
-"""Root folders of runs for which a warning about a step that must be kept was logged. One writer:
-`_tell_kept`."""
+"""Root folders of runs. For each of these runs, this process has warned that a step is kept in spite of
+`budget.keep_steps`. One writer: `_tell_kept`."""
 _tidied: dict[str, StepLayout] = {}
 """{output folder: the step that was captured last}. One writer: `_tidy`."""
 
@@ -41,7 +41,7 @@ _tidied: dict[str, StepLayout] = {}
 def clean_up(session: Session) -> None:
     """Remove old steps, and remove unfinished files once this process has written its files.
 
-    The work is queued for the exporter's thread, because it walks through the run's folder.
+    The removals are queued for the exporter's thread, because they walk through folders.
     """
     keep = session.config.budget.keep_steps
     if keep is not None:
@@ -54,8 +54,8 @@ def _retain(run: RunLayout, run_id: str, keep: int) -> None:
     """Remove the oldest captured steps of this run until `keep` steps are left. Files of other runs are not
     removed, even from the same step.
 
-    A step is kept while it is captured again, and while work after its capture is running. It is also kept if
-    its `finish.command` failed, because the command may have to copy the step to another place.
+    A step is kept while it is captured again, and while work after its capture is running. A step is also
+    kept if its `finish.command` has not succeeded, because the command may copy the step elsewhere.
     """
     times = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(times, key=lambda number: times[number])[: max(0, len(times) - keep)]
@@ -143,8 +143,8 @@ def _opened(step: StepLayout, run_id: str) -> int | None:
 
 
 def _tidy(save_path: str, step: StepLayout) -> None:
-    """Remove unfinished files of killed processes: the first time in the whole folder, later in the previous
-    step.
+    """Remove unfinished files of killed processes. The first call looks in the whole output folder, a later
+    call only in the step that was captured before.
     """
     last = _tidied.get(save_path)
     remove_abandoned(Path(save_path) if last is None else last.root)
@@ -183,8 +183,8 @@ def discard(asked: Asked, session: Session, reason: str) -> None:
 
 
 def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None], *, alone: bool) -> Manifest:
-    # Set before the manifest is read. A trace that fails meanwhile is then logged at least once, perhaps
-    # twice.
+    # `told` is set before the manifest is read, so that a trace that fails meanwhile is logged at least once,
+    # perhaps twice.
     session.manifest_part.told = True
     manifest = session.manifest_part.write_last(session.layout, enter, alone=alone)
     for line in result.problems_to_tell(manifest, session.process):
@@ -228,9 +228,9 @@ def _enter_omissions(
 
 
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:
-    """Return whether this host sees the parts of all participants.
+    """Return whether this host has the parts of all participants.
 
-    If each rank of a launcher opened its own capture, only the last rank to close sees all parts.
+    If each rank of a launcher opened its own capture, only the last rank to close finds all parts.
     """
     if participants is not None:
         return not participants.apart
@@ -242,8 +242,9 @@ def _knows_all(session: Session, participants: Participants | None, parts: Seque
 
 
 def _about_torch() -> str:
-    """Return an explanation of the lines that torch's profiler prints at its first start; empty after the
-    first call.
+    """Return an explanation of the lines that torch's profiler prints at its first start.
+
+    Return empty text if the profiler has not started, or if the explanation was returned before.
     """
     global _is_torch_explained
     torch_window = sys.modules.get("stepscope.backends.torch.window")

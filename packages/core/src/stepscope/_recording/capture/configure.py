@@ -1,4 +1,4 @@
-"""Configuration of this process: `configure`, its checks, and the instrumentation that it asks for."""
+"""Configuration of this process: `configure`, checks, and the instrumentation that a configuration lists."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _configured: ProfileConfig | None = None
 """Configuration from `configure` or the environment, or None before the first use. One writer: this
 module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
-"""{(id of a configuration, on Ray): the configuration} of checked configurations. The objects are kept alive,
-so that their ids are not reused."""
+"""{(id of a checked configuration, True if the workers are Ray actors): the configuration}. The objects are
+kept alive, so that their ids are not reused."""
 _MOST_PLACED = 64
 _placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
-"""{id of a configuration: (the configuration with a relative `save_path`, its copy with an absolute one)}.
+"""{id of a configuration: (the configuration with a relative `save_path`, its copy with an absolute path)}.
 Both ids are keys. One writer: `placed`."""
 
 
@@ -82,7 +82,7 @@ def placed(config: ProfileConfig) -> ProfileConfig:
     if os.path.isabs(config.save_path):
         return config
     if id(config) not in _placed:
-        while len(_placed) >= _MOST_PLACED:  # a loop may create a configuration in each step
+        while len(_placed) >= _MOST_PLACED:  # bounded, as a loop may create a configuration in each step
             del _placed[next(iter(_placed))]
         path = type(config.save_path)(os.path.abspath(config.save_path))  # UnnamedPath stays UnnamedPath
         absolute = msgspec.structs.replace(config, save_path=path)

@@ -65,13 +65,14 @@ class CapturedFiles:
     def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of the workers in `apart`.
 
-        A call during another waits for it. A later call fetches the remaining files.
+        If another thread is fetching, the call only waits for that thread. A later call fetches the remaining
+        files.
         """
         participants = self._participants
         if participants is None or participants.fleet is None or not participants.apart:
             return
         if not self._gathering.acquire(timeout=max(0.0, left_s())):
-            return  # another call is still fetching
+            return  # another thread is still fetching
         try:
             private_loop.run(participants.gather(left_s))
             self.fold()

@@ -38,8 +38,8 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
 
     Returns:
         A function that ends the step. Call it with the exception that ended the step, with a description of
-            the exception, or with None. Instead of a function, None is returned if the recorder could not be
-            started, which is logged.
+            the exception, or with None. None instead of a function if the recorder could not be started; the
+            error is logged.
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:
@@ -125,7 +125,9 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
 
 
 def _profilers(engines: object) -> list[EngineProfiler] | None:
-    """Return the profilers of the engines. If an engine is not supported, log this and return None."""
+    """Return the profilers of the engines, or None if `engines` is None, or if an engine is not supported,
+    which is logged.
+    """
     try:
         return None if engines is None else profilers_of(engines)
     except ours() as error:

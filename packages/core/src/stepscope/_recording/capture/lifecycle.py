@@ -96,7 +96,7 @@ class Lifecycle:
             session = await _aresult(work.begin())
             if session is None:
                 return
-            await own_thread(session.prepare_profiler)  # on another thread, because it may take seconds
+            await own_thread(session.prepare_profiler)  # a separate thread, as this may take seconds
             await _aresult(work.open(session))
             undisturbed(partial(self._begin, work, session))
         except BaseException as error:

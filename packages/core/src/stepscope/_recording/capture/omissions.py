@@ -89,8 +89,7 @@ def enter_unmatched(
         if config.roles[pattern].profiler:
             unmatched = True
             manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
-    # If a rank is left out by `ranks`, other ranks may run the profiler, although their parts may not be
-    # here.
+    # If `ranks` leaves out a rank, the profiler may run in other ranks, whose parts may not be on this host.
     by_rank = any(_is_left_out(config, part) for part in parts)
     why_none = None if unmatched or by_rank else no_profiler(config, parts)
     if why_none is not None:

@@ -238,8 +238,8 @@ class Listener:
             }
 
     def write_last(self, why: str) -> None:
-        """Write final answers, as if no further step begins. They may change if the process survives
-        SIGTERM.
+        """Write final answers, as if no further step begins. If the process survives SIGTERM, the answers may
+        change.
         """
         with self._lock:
             self._look()
@@ -416,7 +416,7 @@ def tell_outcome(step: int, reason: str | None) -> None:
     """Record the outcome of a requested capture.
 
     Args:
-        reason: Reason why the capture failed or is empty, or None.
+        reason: Reason why the capture failed or is empty. None records nothing.
     """
     if _listener is not None and reason is not None:
         _listener.amend(step, reason=f"step {step}: {reason}")
@@ -430,7 +430,7 @@ def end(why: str) -> None:
 
 def _end_at_exit() -> None:
     if _listener is not None:
-        _listener.close()  # else its next poll would overwrite the final answers
+        _listener.close()  # else the next poll would overwrite the final answers
     end("the process exited")
 
 

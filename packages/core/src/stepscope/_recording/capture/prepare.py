@@ -1,7 +1,7 @@
 """`prepare`: checks and one-time costs before the first step.
 
-Without `prepare`, the first capture pays these costs while it opens. This delays the run by some seconds, but
-does not slow the step itself. The first start of torch.profiler in a process takes 1.2 to 2.5 s, more on a
+Without `prepare`, the first capture pays these costs while it opens. The opening then takes some seconds, and
+the step itself is not slower. The first start of torch.profiler in a process takes 1.2 to 2.5 s, more on a
 busy machine.
 """
 
@@ -84,7 +84,7 @@ async def aprepare(
 
 def _configured(config: ProfileConfig | None) -> ProfileConfig:
     config = configure.current() if config is None else configure.placed(config)
-    shutdown.handle(config)  # on this thread, because the rest runs on the private loop
+    shutdown.handle(config)  # signals need this thread; later work runs on the private loop
     return config
 
 
@@ -150,7 +150,7 @@ async def abefore_first_step(config: ProfileConfig, workers: object, engines: ob
 
 
 def _readiness() -> ModuleType:
-    from stepscope._recording.capture import readiness  # imported here, because it imports asyncio
+    from stepscope._recording.capture import readiness  # imported here, because the module imports asyncio
 
     return readiness
 

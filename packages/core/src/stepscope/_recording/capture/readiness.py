@@ -43,8 +43,8 @@ async def make_ready(
 
     Args:
         edited: True if the program calls `prepare` itself, so that its roles are known and its workers are
-            not busy. False for an unedited program, which waits at most `PATIENCE_S`; no answer is then not
-            an error.
+            not busy. False for an unedited program, which waits at most `PATIENCE_S` and continues without
+            missing answers.
         own_answer: The answer of this process, or None if this process is not prepared yet.
 
     Raises:
@@ -103,8 +103,8 @@ async def _workers(
 async def _engine(
     engine: EngineProfiler, config: ProfileConfig, deadline_s: float
 ) -> tuple[str | None, bool]:
-    """Check an engine. Return (reason why its profiler cannot work, or None; True if it only did not answer
-    in time).
+    """Check an engine. Return (reason why its profiler cannot work, True), if the engine did not answer in
+    time, else (reason or None, False).
 
     Options that have no effect on the engine are logged as warnings.
     """

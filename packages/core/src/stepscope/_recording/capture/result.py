@@ -1,4 +1,4 @@
-"""The outcome of a capture, as its owner sees it."""
+"""The outcome of a capture, for the process that opened the capture."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ def _troubles(manifest: Manifest) -> list[str]:
 
 
 def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
-    """Return the problems of a capture in one line. Without problems, return `no_profiler`."""
+    """Return the problems of a capture in one line, or if there are none, `no_profiler`.
+
+    Args:
+        no_profiler: Reason why no profiler recorded anything, or None.
+    """
     problems = _troubles(manifest)
     if not problems:
         return no_profiler

@@ -89,7 +89,9 @@ class _Host:
         return HostClaim(self._step_folder)
 
     def only(self, opener: Opener) -> Opener:
-        """Return an opener that calls `opener` only if this process may sample the host."""
+        """Return an opener that returns the counters of `opener`, or none if this process may not sample the
+        host.
+        """
         return lambda: opener() if self.claim.taken else ()
 
     def installed(self, point: EntryPoint) -> Iterable[CounterSource]:

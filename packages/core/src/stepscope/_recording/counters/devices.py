@@ -65,8 +65,8 @@ MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'
 
 
 class _Utilisation(DeviceCounter[Any]):
-    """The utilisation of GPUs, which is the first of the GPU counters. Its `close` shuts NVML down for all of
-    them.
+    """The utilisation of GPUs, which is the first of the GPU counters. Its `close` shuts NVML down for all
+    GPU counters.
     """
 
     def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ LOOKS = 8
 """Number of spans after each tick whose event loop is looked up. Other spans have no extra cost."""
 MOST_LOOPS = 16
 _MOST_PLACES = 32
-"""Largest number of places of a loop that are distinguished."""
+"""Largest number of places in the code at which blocks of one loop have their own series."""
 
 
 class LoopFinder(SpanObserver):
@@ -130,7 +130,9 @@ class _Watched:
         return place if place in self._places else None
 
     def late_ns(self) -> int | None:
-        """Return the largest lateness of the loop since the last call, or None if the loop is not running."""
+        """Return the largest lateness of the loop since the last call in ns, or None if the loop is not
+        running.
+        """
         loop = self.loop()
         if loop is None or not loop.is_running():
             self._sent_ns = None  # ignore the callback if the loop runs again

@@ -100,7 +100,7 @@ class ThreadCoreWait(CounterSource):
         self._files: dict[int, int] = {}
         """{native id of a thread that has not ended: file descriptor}."""
         self._last: dict[int, tuple[int, int]] = {}
-        """{native id of a thread: (time of the last sample, its total wait until then)}, in ns."""
+        """{native id of a thread: (time of the last sample, total wait until then)}, both in ns."""
 
     def sample(self) -> Mapping[str, float]:
         found, main = {}, os.getpid()
@@ -110,7 +110,7 @@ class ThreadCoreWait(CounterSource):
                 if percent is not None:
                     found[f"thread {thread}"] = percent
                 else:
-                    with suppress(ValueError):  # another sampler removed it
+                    with suppress(ValueError):  # another sampler removed the entry
                         threads.remove(thread)
         return found
 
@@ -350,7 +350,7 @@ def host_load(claim: HostClaim) -> Iterator[CounterSource]:
 
 
 class HostClaim:
-    """A claim on sampling the host. The first process of a step that makes it may sample.
+    """A claim on sampling the host. The first process that makes the claim for a step may sample.
 
     The claim is the name of a socket, which the kernel frees when the process closes the socket or ends.
     Nothing is sent.

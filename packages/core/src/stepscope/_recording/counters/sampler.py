@@ -30,10 +30,11 @@ _JOIN_S = 1.0
 _DUE = 0.9
 """A counter is due after this fraction of its interval, because ticks are never exactly on time."""
 _SLOW_NS = 50_000_000
-"""A counter whose last sample took longer is not sampled again at the stop, because the training waits for
-it."""
+"""A counter whose last sample took longer is not sampled again at the stop, because the training waits until
+the sampler has stopped."""
 _STOOD_NS = 20_000_000
-"""A tick is divided if this thread stood still within it for longer, such as during a garbage collection."""
+"""If the sampling thread stands still for longer within a tick, for example during a garbage collection, the
+tick is divided."""
 
 
 def rounded(value: float) -> float:
@@ -153,7 +154,7 @@ class Sampler:
         self._wake.put(None)
 
     def catch_up(self, at_ns: int, timeout_s: float = 0.2) -> None:
-        """If the last sample is older than `at_ns`, take another now and wait for it, at most `timeout_s`."""
+        """If the last tick was before `at_ns`, sample now, and wait at most `timeout_s` for the new tick."""
         until = monotonic_ns() + timeout_s * 1e9
         while self._period_ns and (not self._ticks or self._ticks[-1].at_ns < at_ns):
             if self.is_over or self._stopping or monotonic_ns() > until:
@@ -266,7 +267,7 @@ class Sampler:
         self._is_asked = False
         at_ns, values = monotonic_ns(), dict[int, float]()
         for source in tuple(self._sources):
-            if (now_ns := monotonic_ns()) - at_ns > _STOOD_NS:  # the values so far are older than the others
+            if (now_ns := monotonic_ns()) - at_ns > _STOOD_NS:  # the next values begin a new tick
                 self._keep(at_ns, values)
                 at_ns, values = now_ns, {}
             if self._is_due(source, at_ns):

@@ -201,7 +201,7 @@ class EngineGroup:
     async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
         waited_s.set(deadline_s)  # sets the limit of this asyncio task only
-        # Added before the start returns, so that a capture that is cancelled meanwhile stops this engine too.
+        # Added before the start, so that a capture which is cancelled meanwhile stops this engine too.
         self._started.append(profiler)
         try:
             await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)

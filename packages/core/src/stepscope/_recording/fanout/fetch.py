@@ -1,6 +1,6 @@
 """Transfer of recordings from hosts that do not share the folder with the owner.
 
-A worker is *apart* if it does not see the owner's part of the manifest when its capture opens. Its complete
+A worker is *apart* if it does not find the owner's part of the manifest when its capture opens. Its complete
 files are fetched in pieces by Ray calls, and its part of the manifest last. So if the part of a process is
 here, all its files are here.
 """
@@ -69,7 +69,7 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
         The files, without the part if it could not be written.
 
     Raises:
-        EngineError: this process does not know the capture, or has not closed it.
+        EngineError: this process has no such capture, or has not closed the capture.
     """
     session = _session(capture_id)
     layout, part = session.layout, session.manifest_part.record
@@ -94,7 +94,7 @@ def piece_of(capture_id: str, path: str, offset: int) -> bytes:
     """Return up to `PIECE` bytes of a file, starting at `offset`.
 
     Raises:
-        EngineError: this process does not know the capture.
+        EngineError: this process has no such capture.
         OSError: the file cannot be read.
     """
     with _within(_session(capture_id).layout, path).open("rb") as file:

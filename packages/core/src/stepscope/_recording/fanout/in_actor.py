@@ -113,7 +113,7 @@ def renew_methods(instance: object) -> None:
 
 
 def stop_here(instance: object, request: StopRequest) -> tuple[bool, int]:
-    """Close the capture in this process. Return whether it was open, and the process id."""
+    """Close the capture in this process. Return (True if the capture was open, process id)."""
     with _turn:
         return stop_worker(request), os.getpid()
 

@@ -37,8 +37,8 @@ class StartRequest(WorkerRequest, frozen=True, kw_only=True):
     spans_only: str | None = None
     """Reason why no profiler may start, or None if the configuration decides."""
     owner_part: str | None = None
-    """File name of the owner's part of the manifest. A worker that does not see this file does not share the
-    folder."""
+    """File name of the owner's part of the manifest. A worker that does not find this file does not share
+    the folder."""
 
 
 class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     off: bool = False
     """True if no session was opened because stepscope is off in the worker."""
     apart: bool = False
-    """True if the worker writes to a folder that the owner does not see."""
+    """True if the worker writes to a folder that the owner cannot read."""
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,15 +87,15 @@ class WorkerOutcome:
     """`ok`, or the state of the worker in the manifest."""
     reason: str | None = None
     late: bool = False
-    """True if the worker did not answer before the deadline; it may be busy or starting."""
+    """True if the worker did not answer before the deadline. The worker may be busy or starting."""
     process: str | None = None
     """`ProcessInfo.key` of the worker, or None if unknown."""
     died: bool = False
-    """True if Ray knows that the worker died."""
+    """True if Ray reports that the worker died."""
     clock: ClockOffset | None = None
     roles: tuple[str, ...] = ()
     """Result of `prepare`: the roles of the worker's functions."""
     warnings: tuple[str, ...] = ()
     """Result of `prepare`: a line for each setting that selects nothing."""
     apart: bool = False
-    """Result of `start`: True if the worker writes to a folder that the owner does not see."""
+    """Result of `start`: True if the worker writes to a folder that the owner cannot read."""

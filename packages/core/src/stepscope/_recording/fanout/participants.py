@@ -56,8 +56,8 @@ WorkerGroup: TypeAlias = (
 Workers: TypeAlias = WorkerGroup | Mapping[str, object]
 """Workers of one role, or {role: workers}. mypy reads `{"a": [x], "b": x}` as a mapping to objects."""
 Engines: TypeAlias = EngineProfiler | str | Sequence[object] | object
-"""An engine of an installed adapter, its profiler, the name of an adapter, or several of these in replica
-order."""
+"""An engine of an installed adapter, a profiler of an engine, or the name of an adapter; or a sequence of
+engines, profilers and names in replica order."""
 
 
 def profilers_of(engines: object) -> list[EngineProfiler]:
@@ -72,7 +72,7 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
     Raises:
         ConfigError: two engines have the same replica number, this process has no engine of a named adapter,
             or an engine is a Ray actor.
-        EngineError: no installed adapter knows an engine.
+        EngineError: no installed adapter recognises an engine.
     """
     items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
     given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]
@@ -146,7 +146,7 @@ class Participants:
     """
 
     _session: Session
-    """The owner's session, set by `join`, as `_group` is."""
+    """The owner's session. `join` sets `_session` and `_group`."""
     _group: EngineGroup
 
     def __init__(self, workers: object, engines: object, *, checked: bool = False) -> None:
@@ -168,8 +168,8 @@ class Participants:
         is_fleet = workers is not None or bool(recorded)
         self.fleet = self._taken("workers", partial(load_fleet, workers, recorded), is_fleet)
         self.apart: list[str] = []
-        """Names of workers whose files must be fetched, because they write to a folder that this process does
-        not see."""
+        """Names of workers whose files must be fetched, because they write to a folder that this process
+        cannot read."""
         self._released = False
 
     def _taken(self, argument: str, take: Callable[[], T], is_given: bool) -> T | None:
@@ -208,7 +208,7 @@ class Participants:
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of the workers in `apart`, and engines' files that only the workers' hosts have."""
         session, manifest_part = self._session, self._session.manifest_part
-        self._group.outcomes.look_again()  # a shared disk may be slow
+        self._group.outcomes.look_again()  # late files may be here now: a shared disk may be slow
         if self.fleet is None:
             return
         home = Home(session.layout, session.config)
@@ -220,7 +220,7 @@ class Participants:
         fetched = [name for name in self.apart if manifest_part.state(files_of(name)) == "ok"]
         if len(fetched) < len(self.apart) or remote:
             for outcome in await self.fleet.gather(session.capture_id, files, home, left_s):
-                if outcome.name not in fetched:  # else only an engine's files were fetched from it
+                if outcome.name not in fetched:  # a fetched worker only sent an engine's files
                     _enter_fetched(manifest_part, outcome)
             self._group.outcomes.look_again()
             manifest_part.write()

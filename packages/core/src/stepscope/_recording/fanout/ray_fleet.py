@@ -45,7 +45,7 @@ R = TypeVar("R", bound=WorkerRequest)
 _EXCHANGES = 3
 """Number of short calls after a start or stop to compare clocks. The fastest call counts."""
 _CLOCK_S = 0.1
-"""Deadline of these calls together, so that a busy worker does not delay the capture."""
+"""Deadline of all `_EXCHANGES` calls together, so that a busy worker does not delay the capture."""
 
 
 _here: set[str] = set()
@@ -70,7 +70,7 @@ class Worker:
         self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
         self.begun: Begun | None = None
         self.in_doubt = False
-        """True if the start was cancelled before the worker answered, so that it may have begun."""
+        """True if the start was cancelled before the worker answered, so that the worker may have begun."""
         self.spans_only: str | None = None
         self.replica: int | None = None
         """Number of the worker's inference replica, or None."""
@@ -80,7 +80,7 @@ class Worker:
         self._line = ActorLine(actor)
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
-        if self.spans_only is not None and not request.record_only:  # its engine is checked
+        if self.spans_only is not None and not request.record_only:  # the check of its engine suffices
             return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
         outcome = await self._within(deadline_s, "prepare", self._prepare(self._addressed(request)))
         if not request.record_only or outcome.process is None:
@@ -311,9 +311,9 @@ def fleet_of(
     """Return the fleet of `workers` and `engine_workers`, or None if they are not Ray actors.
 
     Args:
-        workers: A handle, a sequence of handles in rank order, {number: handle}, an object that has one of
-            these as an attribute (`_LISTS`), or {role: any of these}; None for no workers. An actor that is
-            given twice takes part once, at its first position.
+        workers: A handle, a sequence of handles in rank order, {number: handle}, an object whose attribute
+            (`_LISTS`) has the handles, or {role: handles in one of these forms}. None for no workers. An
+            actor that is given twice takes part once, at its first position.
         engine_workers: {replica: actors that the engine's own profiler records}. They record only spans, with
             their role in `workers`, else `rollout`.
 
@@ -364,7 +364,7 @@ class RayFleet:
         """Open the capture on all workers concurrently, and return their outcomes. An error of a worker is
         not raised.
 
-        After a cancellation, all workers are told to discard the capture before the cancellation is raised.
+        After a cancellation, each worker is asked to discard the capture. Then the cancellation is raised.
         """
         try:
             return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))

@@ -119,7 +119,7 @@ class UneditedEngines:
         return answer
 
     def _take(self, adapter: str, rollout: RayRollout, answer: Instrumented) -> None:
-        """Set the number of `rollout`, or replace it by the engines that its actor has named."""
+        """Set the number of `rollout`, or replace `rollout` by the engines that its actor has named."""
         for other in answer.keys() - installed().keys():
             _warn_of_absent(other)
         engines = answer.get(adapter, [])

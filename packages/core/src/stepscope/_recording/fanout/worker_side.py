@@ -142,7 +142,7 @@ def stop_worker(request: StopRequest) -> bool:
     _stopped.discard(request.capture_id)
     session.leave()
     session.finish(ending=request.ending, discard=request.discard)
-    session.manifest_part.told = True  # the owner logs problems, as it reads the part
+    session.manifest_part.told = True  # the owner reads the part, and logs its problems
     session.write_cost()
     session.hand_back()
     return True

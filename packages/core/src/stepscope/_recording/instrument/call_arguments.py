@@ -175,12 +175,12 @@ def number_of(value: object) -> Number | None:
 
 
 def version_of(value: object) -> Number | None:
-    """Return the version of the weights in `value`.
+    """Return the version of the weights in `value`, or None if `value` is None, an empty list, or an array
+    without a version.
 
     Args:
-        value: A number, or a text of digits. Or a list whose first item is the version. Or an array: the
-            version is its first item that is not negative, or for several rows, the smallest such item of a
-            row.
+        value: A number, a text of digits, a list whose first item is the version, or an array. The version in
+            an array is the first item from 0 up; if there are several rows, the smallest of their versions.
 
     Raises:
         LookupError: `value` is something else.
@@ -193,10 +193,10 @@ def version_of(value: object) -> Number | None:
 
 
 def _oldest(versions: Any) -> Number | None:
-    """Return the first item of an array that is not negative: tokens that no policy has generated have the
+    """Return the first item of an array from 0 up, or None. Tokens that no policy has generated have the
     version -1.
 
-    If the array has several rows, return the smallest result of a row.
+    If the array has several rows, return the smallest of the rows' versions.
     """
     if versions.ndim > 1:
         return min((row for row in map(_oldest, versions) if row is not None), default=None)
@@ -250,10 +250,10 @@ def versions_of(value: object) -> list[Number | None]:
 
 def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
     """Return `text` once for each row of the longest column, with each `{path}` replaced by the path's name
-    in the row.
+    in the row. Return an empty list if a column is empty.
 
     Args:
-        columns: {path: its names, one for each row}.
+        columns: {path: its names, one for each row}. The names of a shorter column are repeated.
     """
     count = max(map(len, columns.values()), default=0)
     filled = [text] * count if all(columns.values()) else []

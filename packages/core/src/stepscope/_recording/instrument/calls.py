@@ -105,7 +105,7 @@ class Calls:
         try:
             return self.open(args, kwargs)
         except RecursionError:
-            return OFF  # the call itself needs the remaining depth
+            return OFF  # not noted, because the call itself needs the remaining depth
         except ours() as error:
             failures.note(f"the {self.timing.kind} of {self.target}", error)
             return OFF
@@ -152,7 +152,7 @@ class Calls:
         return OFF
 
     def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Read the values that the entry takes after the call, and add them to the scope."""
+        """Read the values that the entry lists for the end of the call, and add them to the scope."""
         numbers = {
             name: self.number(f"values.{name}", path, args, kwargs, (result,))
             for name, path in self.timing.values.items()

@@ -173,8 +173,8 @@ def note_unreached() -> None:
 
 
 def _waits_here(handle: Instrument) -> bool:
-    """Return whether the module of a function was not imported, in a process without Ray, whose workers could
-    import it.
+    """Return whether the module of a function was never imported. Return False in a process with Ray, whose
+    workers may import the module.
     """
     return not handle.installed and handle.module not in sys.modules and "ray" not in sys.modules
 
@@ -222,7 +222,7 @@ def enter(part: ManifestPart) -> None:
 
 
 def boundaries() -> list[str]:
-    """Return a line for each function that should have begun a step, with the reason why none began."""
+    """Return a line for each function that should have begun a step: why the function began no step."""
     fates = []
     elsewhere: set[str] = set()
     for entry in _entries:
@@ -264,7 +264,9 @@ def _fate(handle: Instrument) -> str:
 
 
 def program() -> str | None:
-    """Return the name under which another module could import this process' main program."""
+    """Return the name under which another module could import this process' main program, or None if the
+    program is not in a file.
+    """
     main = sys.modules.get("__main__")
     if getattr(main, "__spec__", None) is not None:
         return str(main.__spec__.name)  # type: ignore[union-attr]  # python -m

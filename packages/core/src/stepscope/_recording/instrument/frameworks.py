@@ -34,7 +34,7 @@ def expect(presets: Iterable[Preset], installed: Callable[[str], str | None] = l
     """Set the presets that are applied.
 
     Args:
-        installed: Returns the version of a distribution, or None.
+        installed: Returns the version of a distribution, or None if it is not installed.
     """
     global _latest
     _latest = None
@@ -62,7 +62,7 @@ def read_settings(
     framework, listed = _settings_of[target]
     try:
         configuration = arguments.read(listed.at, args, kwargs)
-    except ours():  # another version may have it elsewhere
+    except ours():  # another version of the framework may keep the settings elsewhere
         return
     if id(configuration) != _latest:
         _latest = id(configuration)
@@ -89,7 +89,7 @@ def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
 def _value_at(configuration: object, setting: str) -> object:
     value = configuration
     for name in place_of(setting):
-        # Not getattr for mappings, because a DictConfig returns None for a missing attribute.
+        # Mappings are read by key, because a DictConfig returns None for a missing attribute.
         value = value[name] if isinstance(value, Mapping) else getattr(value, name)
     return value
 

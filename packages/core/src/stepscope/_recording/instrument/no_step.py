@@ -118,7 +118,7 @@ def _about_boundaries() -> str | None:
     if not boundaries or _steps:
         return None
     if os.environ.get(MAIN) is None and not any("was patched" in fate for fate in boundaries):
-        return None  # another process that does not import the framework
+        return None  # this process does not import the framework, but another one may
     ended_by = _ended_by()
     if ended_by is not None:
         return f"no step began, and none was captured: the program ended before, with {ended_by}"

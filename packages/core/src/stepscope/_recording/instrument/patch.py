@@ -70,7 +70,8 @@ class Instrument:
         """Words for messages that name the preset of the entry; empty if there is none."""
         self._patched: list[Patched] = []
         self._redirected: list[tuple[FunctionType, FunctionType, FunctionType]] = []
-        """(function that calls the original, the original, its replacement)."""
+        """(copy of the function in a subclass, the original that the copy calls, the new function).
+        `@ray.remote` makes the copy."""
 
     @property
     def installed(self) -> bool:
@@ -393,7 +394,9 @@ def absent_part(module: str) -> str | None:
 
 
 def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
-    """Return the error for a dotted name of which only `path`, which leads to `parent`, exists."""
+    """Return the error for a dotted name that does not exist. Its beginning `path` exists, and leads to
+    `parent`.
+    """
     keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
     names = [".".join((*path, key)) for key in keys]
     near = closest(name, names)

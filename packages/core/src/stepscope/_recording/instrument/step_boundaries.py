@@ -122,7 +122,7 @@ _CALL = """
     {await_}__boundaries.{a_}switch(__call.returned())
     return __result
 """
-# These lines are within `try`, because after it Python 3.14 has one more reference to the result than
+# These lines are within `try`. After the `try` block, Python 3.14 has one more reference to the result than
 # `results` expects for an exclusive object.
 _GOES_ON = """
         __rest = __boundaries.follow(__call, __result)
@@ -202,7 +202,7 @@ class Call:
             self._kind = None  # a step inside another step is a part of the outer step
         elif self._kind in ("around", "begin"):
             self.before = self._start()
-        # Last, because the first capture in a worker configures the worker.
+        # Settings are read last, because the first capture in a worker configures the worker.
         frameworks.read_settings(target, arguments, args, kwargs)
 
     def returned(self) -> Switch:

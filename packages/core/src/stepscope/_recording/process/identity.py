@@ -261,10 +261,10 @@ def is_prepared() -> bool:
 
 
 def run_id() -> str:
-    """Return eight hex digits that all processes of one run share.
+    """Return the id that all processes of one run share.
 
-    The id is STEPSCOPE_RUN_ID, or a hash of the Ray job, or agreed on in torch.distributed's store, or
-    random. Workers get the id from the process that opens captures.
+    The id is STEPSCOPE_RUN_ID, else eight hex digits: a hash of the Ray job, or a random id that ranks agree
+    on in torch.distributed's store, or a random id. Workers get the id from the process that opens captures.
     """
     known = _ids.get("run")
     if known is None:

@@ -188,7 +188,7 @@ class ManifestPart:
                 part that depend on all parts.
             alone: True if no other process takes part in the capture. Otherwise this part is also written
                 before the other parts are read, so that if two ranks close at the same time, at least one
-                sees the part of the other.
+                reads the part of the other.
         """
         if not alone:
             self.write()

@@ -58,7 +58,7 @@ class Job(Generic[T]):
         return self.done or waiting.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
     async def ended(self) -> None:
-        """Wait until the work has ended, in another event loop."""
+        """Wait in another event loop until the work has ended."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 

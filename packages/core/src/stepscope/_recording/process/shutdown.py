@@ -32,7 +32,7 @@ _closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
 _is_installed = False
 """True if an `atexit` function is registered. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
-"""The SIGTERM handler that stepscope's handler has replaced."""
+"""The SIGTERM handler that stepscope's handler has replaced, or None before that."""
 is_in_call: Callable[[], bool] = lambda: False  # noqa: E731
 """Returns whether a recorded call is running in this process. One writer: `activation`."""
 

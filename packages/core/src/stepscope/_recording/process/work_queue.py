@@ -56,7 +56,7 @@ class WorkQueue(Generic[J]):
         """Queue a job.
 
         Args:
-            deferred: True if the job waits for `drain`. Later jobs may be done before it.
+            deferred: True if the job waits for `drain`. Later jobs may be done first.
         """
         with self._changed:
             self._entries.append(_Entry(job, deferred))

@@ -74,8 +74,8 @@ def collectives_here(spans: Sequence[Span]) -> Collectives | None:
 
 
 def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span]) -> Collectives:
-    """Return the result without flight recorders: process groups count their calls, and `spans` are the
-    pending calls.
+    """Return the process groups and pending collectives without torch's flight recorders. Process groups
+    count their calls, and `spans` are the pending calls.
     """
     names: dict[Any, str] = dict(getattr(torch.distributed_c10d._world, "pg_names", {}))
     words = {
@@ -83,7 +83,7 @@ def _counted(torch: Any, ranks: dict[str, tuple[int, ...]], spans: Sequence[Span
     }
     groups = []
     for group, name in names.items():
-        with suppress(RuntimeError):  # older versions of gloo, before the first call
+        with suppress(RuntimeError):  # older versions of gloo raise before the first call
             begun = group._get_sequence_number_for_group()
             own = ProcessGroup(
                 name=str(name), description=words[str(name)], ranks=ranks[str(name)], entered=begun

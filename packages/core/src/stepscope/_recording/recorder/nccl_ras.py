@@ -1,4 +1,4 @@
-"""Queries of NCCL's RAS service, which knows the collectives that each rank of the job has launched.
+"""Queries of NCCL's RAS service, which counts the collectives that each rank of the job has launched.
 
 Every process that uses NCCL has a RAS thread, which can answer for the whole job. It listens on a port of its
 host and reads requests as lines of text. It answers `OK` or an error; to `STATUS` it sends one document and
@@ -74,7 +74,7 @@ class _Status(msgspec.Struct):
 
 def may_know() -> bool:
     """Return whether this process should query RAS: it is the first or the last rank of torch.distributed,
-    and uses NCCL or has NCCL_RAS_ADDR. Two ranks ask, because the first rank may have died.
+    and uses NCCL or has the variable NCCL_RAS_ADDR. Two ranks ask, because the first rank may have died.
     """
     torch: Any = sys.modules.get("torch.distributed")
     if torch is None or not torch.is_available() or not torch.is_initialized():
@@ -85,7 +85,7 @@ def may_know() -> bool:
 
 def communicators() -> tuple[Communicator, ...]:
     """Return the communicators of the job in which a rank is missing, or has launched fewer collectives than
-    others.
+    other ranks.
 
     Raises:
         Exception: RAS does not answer within `ANSWER_S`, or its answer has another format.
@@ -94,8 +94,8 @@ def communicators() -> tuple[Communicator, ...]:
 
 
 def odd_communicators(text: str) -> tuple[Communicator, ...]:
-    """Return the communicators whose ranks differ, from RAS's JSON answer. Text before the JSON, such as
-    RCCL's title, is skipped.
+    """Return the result of `communicators` from RAS's JSON answer. Text before the JSON, such as RCCL's
+    title, is skipped.
     """
     document = text[text.index("{") : text.rindex("}") + 1]
     status = msgspec.json.decode(_NO_COMMA.sub(r"\1,", document), type=_Status)
@@ -104,7 +104,7 @@ def odd_communicators(text: str) -> tuple[Communicator, ...]:
 
 
 def addresses() -> tuple[str, ...]:
-    """Return the IP addresses of this host, by which RAS identifies it, without loopback addresses."""
+    """Return the IP addresses by which RAS identifies this host. Loopback addresses are left out."""
     return tuple(
         dict.fromkeys(address for address in (*_ipv4(), *_ipv6()) if address[:4] not in ("127.", "::1"))
     )
@@ -177,7 +177,9 @@ def _request(connection: socket.socket, lines: Any, request: bytes, expected: by
 
 
 def _odd(communicator: _Communicator) -> Communicator | None:
-    """Return the communicator with only the ranks that differ from most ranks, or None if no rank differs."""
+    """Return the communicator with only the ranks that are missing or have launched fewer collectives than
+    `_usual`, or None if there are none.
+    """
     counts = {rank.rank: rank.collectives() for rank in communicator.ranks}
     usual = _usual(counts)
     ranks = [_missing(rank) for rank in communicator.missing_ranks]

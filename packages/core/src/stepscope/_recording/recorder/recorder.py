@@ -131,8 +131,8 @@ class Recorder:
     """The flight recorder of this process.
 
     The process that runs the training loop calls `begin_step` and `end_step`, and decides which steps are
-    written. The decision reaches the other processes as an order: a file in the run's folder. A worker does
-    not know the steps, so it writes its spans within the times in the order.
+    written. The decision reaches the other processes as an order: a file in the run's folder. A worker
+    has no step numbers and writes its spans within the times in the order.
     """
 
     calls_attrs = False
@@ -264,8 +264,10 @@ class Recorder:
             self._work.put(partial(steps.append, self.layout.step_lines(self.run_id), line))
 
     def fire(self, trigger: str, reason: str) -> str | None:
-        """If the trigger is on and has not reached its limit, write the last steps in the background and
-        return the trigger. Else return None.
+        """Write the last steps in the background and return the trigger.
+
+        Return None if nothing is written: the trigger is off or has reached its limit, all steps are written
+        already, or no folder is configured, which is logged.
         """
         with self._taking:
             settings = self.config.recorder
@@ -321,7 +323,9 @@ class Recorder:
         self._has_obeyed = True
 
     def serve(self, order: Order) -> None:
-        """Order all processes to write the last steps, as requested by a worker that is being terminated."""
+        """Order all processes to write the last steps, as requested by a worker that is being terminated. Do
+        nothing between two steps.
+        """
         if self.steps.running is not None:
             self.fire(order.trigger, order.reason)
 
@@ -329,7 +333,7 @@ class Recorder:
         """Ask the process that runs the training loop for an order to write the last steps, and wait for this
         order.
 
-        A worker calls this if it is terminated during a call, because it does not know the steps.
+        A worker calls this if it is terminated during a call, because a worker has no step numbers.
         """
         if "signal" not in self.config.recorder.triggers or not self.config.names_folder:
             return

@@ -81,7 +81,7 @@ _BITE_S = 0.004
 _REST_S = 0.0005
 """Length of a pause, in which another thread may take the interpreter and keep it until it waits."""
 _BATCH = 20
-"""Number of items between two looks at the clock."""
+"""Number of items between two readings of the clock."""
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
 """(name, file) of asyncio's methods whose `self` is a running loop, or has the attribute `_loop`."""
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})

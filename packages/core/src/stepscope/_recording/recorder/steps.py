@@ -38,8 +38,8 @@ ENOUGH = 3
 """Smallest number of earlier steps of the same kind. With fewer, a step is compared with steps of all
 kinds."""
 SHORTEST = 10
-"""One over the quantile of durations (0.1) that a step is first compared with. Only a step that is much
-longer than this quantile is compared with steps of its own kind, which takes longer."""
+"""A step is first compared with the quantile 1/`SHORTEST` (0.1) of earlier durations. Only a step that is
+much longer than this quantile is compared with steps of its own kind, which takes more time."""
 FIRST = 10
 """Number of steps at the beginning that are never slow, because they warm up."""
 
@@ -115,10 +115,11 @@ class Steps:
         A step is not slow if an earlier long step of its kind took as long.
 
         Args:
-            stages_of: Computes the stages of a step. Called only if the step takes longer than others.
+            stages_of: Computes the stages of a step. Called only if the step took much longer than
+                short earlier steps.
 
         Returns:
-            The reason why the step is slow, or None.
+            The reason why the step is slow; None if it is not, or is one of the first `FIRST` steps.
         """
         before, self._seen, took_ns = list(self._before), self._seen + 1, step.dur_ns
         self._before.append(step)

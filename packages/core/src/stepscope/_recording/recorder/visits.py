@@ -55,7 +55,7 @@ class StepVisit:
         self._run_id = run_id
         self._step = step
         self._opened = clock.read_anchor()
-        caller = _span_of(scopes.current.get())  # the method that attaches the carrier
+        caller = _span_of(scopes.current.get())  # the span of the method that attaches the carrier
         self._after = recorder.log.last_id if caller is None else caller.id - 1
         """Number of the last span before the visit."""
         if caller is not None:
@@ -96,8 +96,8 @@ class StepVisit:
 
 
 def visit(config: ProfileConfig, caller: str, run_id: str, step: int) -> StepVisit | None:
-    """Return the visit of this process for a step, or None; see `slot.Visitor`. The flight recorder is
-    started if needed.
+    """Return the visit of this process for a step, or None if nothing is recorded here for the step. The
+    flight recorder is started if needed. See `slot.Visitor` for the other arguments.
 
     Args:
         config: Configuration of this process. If `save_path` is not set, nothing is recorded.

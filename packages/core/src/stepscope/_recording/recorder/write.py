@@ -93,7 +93,7 @@ def _by_now(anchor: ClockAnchor, now: ClockAnchor) -> ClockAnchor:
 
 
 def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
-    """Return the windows of an order in a worker, which knows only the times in the order."""
+    """Return the windows of an order in a worker, which has no steps, only the times in the order."""
     ahead_ns = order.offsets_ns.get(process.key, 0)
 
     def at(orderer_ns: int) -> ClockAnchor:

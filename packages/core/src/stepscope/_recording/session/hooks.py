@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def advance() -> None:
-    """Advance the profiler's schedule (`torch.schedule`) by one mini-batch. Call this at the end of each one.
+    """Advance the profiler's schedule (`torch.schedule`) by one mini-batch. Call this at the end of each
+    mini-batch.
 
     Without a capture, or without a schedule, the call does nothing.
     """
@@ -128,7 +129,7 @@ def on_report(hook: ReportHook) -> ReportHook:
 
 
 def _pipeline() -> ModuleType:
-    from stepscope._recording.session import pipeline  # imported here, because it imports much
+    from stepscope._recording.session import pipeline  # imported here, because the module imports much
 
     return pipeline
 

@@ -147,7 +147,7 @@ def fold_when_written(session: Session) -> None:
     """
     _unfolded[session.layout.root] = session
     for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:
-        _unfolded.pop(root, None)  # the exporting thread may have removed it too
+        _unfolded.pop(root, None)  # with a default, as the exporting thread may remove the entry too
     exports.exporter().then(_fold_again, deferred=False)
     if session.config.export.when == "deferred":
         once_written(session, _fold_again)

@@ -245,7 +245,7 @@ class Windows:
         if self.running is not None:
             return f"it ran inside the window of `{self.running}`: one profiler window per process"
         if PROCESS_LOCK.holder is not None:
-            # The holder may be, for example, an engine in this process.
+            # The holder of the lock may be, for example, an engine in this process.
             return f"{PROCESS_LOCK.holder} records this process already"
         if stage is not None:
             decision = selection.decide(self._config, role=role, rank=self._process.rank)

@@ -92,8 +92,8 @@ class Session:
         self.owner = owner
         self.layout = RunLayout(config.save_path).step(step)
         self.over_budget = cache(partial(budget.over_budget, config))
-        """`budget.over_budget` for this session, cached because it may walk through the whole run's
-        folder."""
+        """`budget.over_budget` for this session, cached because the check may walk through the whole
+        run's folder."""
         self._decision = selection.decide_process(
             config, roles=roles, rank=process.rank, world_size=process.world_size
         )

@@ -27,7 +27,8 @@ def trajectory(
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
 ) -> Scope:
-    """Record one agent rollout as a span of stage `trajectory`. All spans inside have its id.
+    """Record one agent rollout as a span of stage `trajectory`. All spans inside have the trajectory's
+    id.
 
     Use the result with `with` or `async with`:
 

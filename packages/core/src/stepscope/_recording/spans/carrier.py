@@ -179,8 +179,10 @@ def _run_at(scope: Scope, func: Callable[..., T], *args: Any) -> T:
 
 
 def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None, str | None]:
-    """Return (link, `traceparent`, run id) of the nearest recorded span at or above `scope`. The link is None
-    for a span of another tracer.
+    """Return (link, `traceparent`, run id) of the nearest recorded span at or above `scope`.
+
+    The link is None for a span of another tracer, and each value that is unknown is None. If there is no such
+    span, all three are None.
     """
     while scope is not None:
         link, traceparent = scope.reference(), scope.traceparent()

@@ -75,13 +75,13 @@ _Method: TypeAlias = Callable[..., Any]
 _is_on = False
 """True if collectives are recorded. One writer: `watch`."""
 _installed = False
-"""True if the methods have been replaced. One writer: `watch`."""
+"""True if the methods of `ProcessGroup` and `Work` have been replaced. One writer: `watch`."""
 _issued: dict[int, _Issued] = {}
 """{id of a `Work`: its call} of calls that no code has waited for. `sweep` removes entries whose `Work` was
 freed."""
 seen: deque[tuple[str, int, int]] = deque(maxlen=4096)
-"""(process group, number, monotonic start in ns) of the last calls, more than torch's own recorder holds. One
-writer: `_note`."""
+"""(process group, number, monotonic start in ns) of the last calls. The limit is above the number of calls in
+torch's own recorder. One writer: `_note`."""
 _SWEEP_AT = 256
 """Number of entries in `_issued` above which each further call runs `sweep`."""
 
@@ -217,7 +217,9 @@ def sweep() -> None:
 def _begin(
     stage: str, attrs: dict[str, AttrValue], start_ns: int, end_ns: int | None, at: _Issued | None = None
 ) -> Span | None:
-    """Record a span on the thread and below the parent of `at`, by default of the calling code."""
+    """Record a span with the thread and the parent of `at`, by default of the calling code. Return the span,
+    or None if recording is off.
+    """
     active = slot.active
     if active is None:
         return None
@@ -231,7 +233,7 @@ def _begin(
 
 _GLOO = "gloo:"
 _BEFORE_NS = 100_000_000
-"""Longest time from the start of a call in Python to its begin in torch's recorder."""
+"""Longest time from the start of a call in Python to the time of the call in torch's recorder."""
 
 _numbers: dict[str, int] = {}
 """{process group: number of its last call when the capture began}. One writer: `begin_issued`."""
@@ -304,8 +306,8 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
 
 
 def _has_unseen(since_ns: int) -> bool:
-    """Return whether some process group has made more calls since `begin_issued` than Python code
-    has since `since_ns`.
+    """Return whether C++ code has issued calls: the number of calls of some process group since
+    `begin_issued` is larger than the number of calls by Python code since `since_ns`.
     """
     if not is_on():
         return False
@@ -323,5 +325,5 @@ def _last_numbers() -> dict[str, int]:
 def _last_number(group: Any) -> int:
     try:
         return int(group._get_sequence_number_for_group())
-    except ours(RuntimeError):  # gloo of older versions, before the first call
+    except ours(RuntimeError):  # older versions of gloo raise before the first call
         return 0

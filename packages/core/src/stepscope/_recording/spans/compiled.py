@@ -67,7 +67,7 @@ def uncompiled(fn: F) -> F:
 
 
 def leave_to_python() -> None:
-    """If torch is imported, tell it which code not to compile. Call this again after
+    """Exclude the `uncompiled` functions in torch, if torch is imported. Call this again after
     `torch._dynamo.reset()`.
     """
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")

@@ -21,7 +21,7 @@ _COMPILED = "_torchdynamo_orig_callable"
 """Attribute of torch.compile's result whose value is the function to compile."""
 _DEEPEST = 50
 _READ = 3
-"""Depth of calls to which the functions that a decorator calls are inspected too, if they are in the
+"""Functions that a decorator calls are inspected too, up to this depth of calls, if they are in the
 decorator's module."""
 
 

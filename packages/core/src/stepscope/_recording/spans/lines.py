@@ -73,7 +73,7 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None, log: SpanSi
     else:
         parent, link, traceparent = parent_of(span, log)
     if span.caller is not None:
-        span.resolved = None  # an earlier line may have cached the old place
+        span.resolved = None  # an earlier line may have cached values without the caller
     role, step, policy_version, trajectory, turn = scopes.inherited(span)
     if step == file_step:
         step = None

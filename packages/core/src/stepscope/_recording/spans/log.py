@@ -3,7 +3,7 @@
 A span appends itself to its log when it opens; the recorded code does nothing else. A thread checks the log
 five times a second, and writes a `span` line for each span that has ended. A span that is still open gets an
 `open` line at the first check after it has run for a second, so that a hang is visible. A crash loses the
-spans that ended since the last check, and those that opened in the last 1.2 seconds. After a burst of spans,
+spans that ended since the last check, and spans that opened in the last 1.2 seconds. After a burst of spans,
 it also loses the spans that wait for the next check (`FLUSH_NS`).
 """
 
@@ -39,8 +39,8 @@ OPEN_NS = 1_000_000_000
 """A span that is open for this long gets an `open` line. If this were shorter, a burst of short turns would
 need two lines for each span."""
 FLUSH_NS = 10_000_000
-"""Longest time of one flush, so that the writing thread has the GIL for at most 5 % of the time. The rest of
-a burst is written later."""
+"""Longest time of one flush, so that the writing thread has the GIL for at most 5 % of the time. Further
+spans of a burst are written later."""
 BATCH = 500
 """Number of spans that are encoded and written at once, about 100 KB, which fit into the CPU cache."""
 
@@ -241,7 +241,7 @@ class SpanLog(SpanMaker):
             failures.note("writing spans", error)
 
     def _look_again(self, youngest_ns: int) -> None:
-        """Queue the spans that have ended since the last check, and those that now need an `open` line."""
+        """Queue the spans that have ended since the last check, and spans that now need an `open` line."""
         running, self._running = self._running, []
         for span in running:
             (self._running if span.end_ns is None else self._pending).append(span)

@@ -23,8 +23,8 @@ _current, _enter = current.get, current.set
 
 
 class SpanObserver(Protocol):
-    """An object that makes spans in place of a log, because it needs to see each span, such as a profiler's
-    windows.
+    """An object that makes spans in place of a log, because the object needs each span. A profiler's windows
+    are an example.
     """
 
     def new(
@@ -49,7 +49,7 @@ class SpanMaker:
     """Base of logs: makes the spans of one process."""
 
     step: int | None
-    """The step of the spans, or None if this process does not know it."""
+    """The step of the spans, or None if unknown in this process."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SpanMaker:
         turn: int | None = None,
     ) -> Span:
         """Return a new span. It can be entered once."""
-        observer = self.observer  # read once, because another thread may replace it
+        observer = self.observer  # read once, because another thread may replace the observer
         if observer is None:
             return Span(self, stage, role, attrs, step, policy_version, trajectory, turn)
         place = Placing(step=step, policy_version=policy_version, trajectory=trajectory, turn=turn)

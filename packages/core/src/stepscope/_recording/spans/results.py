@@ -1,7 +1,7 @@
 """Results that continue the work of a plain function after it has returned: a coroutine or a future.
 
-`inspect` does not recognise such functions, for example an `async def` below a decorator, or a `def` that
-returns another function's coroutine. Their span ends when the result ends. A coroutine is replaced by a
+`inspect` reports a plain function for an `async def` below a decorator, or for a `def` that returns another
+function's coroutine. The span of such a call ends when the result ends. A coroutine is replaced by a
 coroutine that awaits it and ends the span, but only if there is no other reference to it, because other code
 could await it too. A future gets a callback. Other awaitables, such as Ray's `ObjectRef`, are not followed;
 the span ends when the function returns.

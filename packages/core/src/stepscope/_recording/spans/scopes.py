@@ -132,7 +132,7 @@ class Scope:
             return
         _enter(self.parent)
         while error is not None and innermost is not None and innermost is not self:
-            innermost._ended_elsewhere(error)  # an error prevented its exit
+            innermost._ended_elsewhere(error)  # an error prevented the exit of this scope
             innermost = innermost.parent
         self._ended(error)
 

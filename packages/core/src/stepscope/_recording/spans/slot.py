@@ -96,7 +96,8 @@ class Visitor(Protocol):
     """A function that is called when a carrier is attached in a process without a capture."""
 
     def __call__(self, caller: str, run_id: str, step: int) -> Visit | None:
-        """Return the visit for the carrier's step, or None if the step is not captured.
+        """Return the visit for the carrier's step, or None if the caller captures no such step, or if this
+        process takes part in its capture.
 
         Args:
             caller: `ProcessInfo.key` of the process that made the carrier.

@@ -128,7 +128,7 @@ def task_of(task: Any, shown: Container[int]) -> Task:
 def frame_of(frame: FrameType) -> Frame:
     return Frame(
         frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name
-    )  # None in artificial frames
+    )  # an artificial frame has no line number
 
 
 def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:

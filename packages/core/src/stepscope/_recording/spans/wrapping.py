@@ -85,8 +85,9 @@ class Declared:
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
         """Resume an async generator for the first time, without registering it with the event loop.
 
-        An event loop that ends closes all generators that it knows concurrently. It knows the wrapper, which
-        closes the inner generator. If it closed the inner generator too, this would raise "already running".
+        When an event loop ends, it closes all registered generators concurrently. The wrapper is registered,
+        and closes the inner generator. If the loop closed the inner generator too, this would raise "already
+        running".
         """
         first_iteration = sys.get_asyncgen_hooks().firstiter
         sys.set_asyncgen_hooks(firstiter=None)
@@ -377,7 +378,7 @@ def _build(fn: FunctionType, source: str, names: Mapping[str, object]) -> Functi
     `names` are free variables of the source, with two underscores in front.
     """
     built = _factory(source, f"{fn.__module__}.{fn.__qualname__}", tuple(names))(*names.values())
-    # The globals are those of `fn`, in which FastAPI and others look up annotations that are strings.
+    # The globals are those of `fn`, in which libraries such as FastAPI look up annotations in strings.
     code = built.__code__.replace(co_name=fn.__name__)
     wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
     wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
