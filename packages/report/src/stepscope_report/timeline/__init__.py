@@ -1,11 +1,11 @@
 """One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
 
 This package imports neither torch nor Ray. Its modules are imported at their first use, because a process
-that reads one trace needs only a few.
+that reads one trace needs few of the modules.
 
 `load` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
-places it in the step. `merge` writes both into one file. `readers` turn files into events, and `clocks` put
-processes on the clock of the capture's owner.
+places it in the step. `merge` writes spans, counters and traces into one file. `readers` turn files into
+events, and `clocks` put processes on the clock of the capture's owner.
 """
 
 from __future__ import annotations

@@ -68,7 +68,10 @@ class _Walk:
         return self._pieces
 
     def _leave(self, node: int, at_ns: int) -> tuple[int, int]:
-        """Return (node that a call waited for before it began, time at which this wait ended)."""
+        """Return (node that a call waited for before it began, time at which this wait ended).
+
+        The node is the caller if the call waited for no other call, and `NOBODY` for a root.
+        """
         graph = self._graph
         caller, cluster = graph.caller[node], graph.cluster_of.get(node)
         if caller == NOBODY:
@@ -88,7 +91,9 @@ class _Walk:
         return caller, self._add(caller, cluster.start_ns, at_ns, "not known")
 
     def _turn_before(self, node: int, cluster: Cluster) -> int | None:
-        """Return the call before a call in the same trajectory, if both lack a recorded caller."""
+        """Return the call of the cluster that ended last before `node` began, in the same trajectory. None if
+        there is no such call.
+        """
         graph, trajectory = self._graph, self._graph.spans[node].trajectory
         if trajectory is None:
             return None
@@ -102,8 +107,8 @@ class _Walk:
         return max(turns, key=lambda other: (graph.end_ns[other], other), default=None)
 
     def _last_kid(self, node: int, at_ns: int) -> int | None:
-        """Return the recorded call that ended last before a time. Calls that ended later are not considered
-        again.
+        """Return the recorded call below a node that ended last before a time, or None if there is none.
+        Calls that ended later are not considered again.
         """
         left = self._kids_left.get(node, 0)
         kids = self._graph.kids[node] if left else []
@@ -207,10 +212,11 @@ class Replay:
         return node in self._members and (root in self._owners or graph.process_of(root) in self._meets)
 
     def saves_ns(self, labels: Collection[Label], left: float = 0.0) -> int:
-        """Return how much shorter the step becomes if calls of some stages, and calls below, are shorter.
+        """Return the ns by which the step becomes shorter if the calls of some stages are shortened, with all
+        calls below them.
 
         Args:
-            left: The fraction of their times that is left: 0.0 if these calls take no time.
+            left: The fraction of the calls' times that is left: 0.0 if the calls take no time.
         """
         graph = self._graph
         chosen = {node for label in labels for node in self._of_label.get(label, ())}
@@ -229,11 +235,11 @@ class Replay:
         return self._usual_ns - self._ends_ns(shorter, cut_ns, left)
 
     def saves_by_ns(self, cuts_ns: Mapping[int, int], sooner_ns: Mapping[int, int] = {}) -> int:
-        """Return how much shorter the step becomes if some calls are shorter, or begin sooner.
+        """Return the ns by which the step becomes shorter if some calls are shorter, or begin sooner.
 
         Args:
-            cuts_ns: {call: by how much it is shorter}.
-            sooner_ns: {call: by how much it begins sooner}.
+            cuts_ns: {call: ns by which the call is shorter}.
+            sooner_ns: {call: ns by which the call begins sooner}.
         """
         cut_ns: dict[int, int] = {}
         sooner = dict[int, int]()
@@ -265,7 +271,7 @@ class Replay:
         left: float,
         sooner_ns: Mapping[int, int] = {},
     ) -> int:
-        """Return the time from the step's begin to the end of its last owner."""
+        """Return the ns from the step's begin to the end of its last owner in the replay."""
         graph = self._graph
         start, end, callers = graph.start_ns, graph.end_ns, graph.caller
         before, meeting_of, last_of = graph.before, self._meeting_of, graph.last_of

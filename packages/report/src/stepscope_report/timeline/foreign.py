@@ -1,9 +1,9 @@
 """Spans of other tracers in a step's timeline, from OTLP JSON files.
 
-The files lie in the folder `otel` of the step or of its run. A step takes the spans of its own trace, and
-those that run during it. vLLM's `llm_request`, SGLang's `Req`, OpenInference and the `gen_ai` conventions get
-the names of stepscope's stages; any other span keeps its name and its process' role. Ids of parents are also
-looked up among stepscope's spans (`files.trace_context`).
+The files lie in the folder `otel` of the step or of its run. A step's timeline gets the spans of the step's
+own trace, and all spans that ran during the step. vLLM's `llm_request`, SGLang's `Req`, OpenInference and the
+`gen_ai` conventions get the names of stepscope's stages; any other span keeps its name and its process' role.
+Ids of parents are also looked up among stepscope's spans (`files.trace_context`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def without_copies(spans: Sequence[OtlpSpan]) -> list[OtlpSpan]:
 
 
 def _with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
-    """Return the attributes of a request, under stepscope's names where it has one."""
+    """Return the attributes of a request, each under stepscope's name if there is one."""
     named: dict[str, AttrValue] = {}
     for name, value in attrs.items():
         if name in _FACTS:
@@ -238,7 +238,7 @@ def _files(layout: StepLayout) -> Iterator[Path]:
 
 
 def _contexts(timeline: Timeline) -> dict[TraceContext, int]:
-    """Return the index of each span of stepscope by its ids in OpenTelemetry."""
+    """Return {ids of a span of stepscope in OpenTelemetry: index of the span}."""
     run, step = timeline.run_id, timeline.step
     ids = [SpanIds(run, step, process.info.key) for process in timeline.processes]
     contexts: dict[TraceContext, int] = {}
@@ -302,8 +302,8 @@ def by_process(spans: Sequence[OtlpSpan], timeline: Timeline) -> Iterator[tuple[
 
 
 def _info(resource: Resource, serves: bool, timeline: Timeline) -> ProcessInfo:
-    """Return the identity of a process, with the replica number of the recorded process of the same pid, if
-    any.
+    """Return the identity of a process. If the process serves requests, it gets the replica number of the
+    recorded process with the same host and pid, or None if there is no such process.
     """
     host = _host(resource, timeline)
     known = (
@@ -420,9 +420,7 @@ class GrowingTimeline:
                 yield _Placed(phase, around=made)
 
     def link(self) -> None:
-        """Make the spans children of the spans that their trace context names, and parts of their
-        trajectories.
-        """
+        """Set the parents that spans name by trace context, then pass trajectories on to the spans below."""
         self.spans = [
             msgspec.structs.replace(span) if at in self._parents else span
             for at, span in enumerate(self.spans)
@@ -437,8 +435,8 @@ class GrowingTimeline:
             self._inherit(index)
 
     def _inherit(self, index: int) -> None:
-        """Copy the trajectory and the turn of the nearest span above that has both, to the span and to all
-        spans between.
+        """Copy trajectory, turn, policy version and step of the nearest span above with a trajectory, to the
+        span and to all spans between. A turn or policy version that is already set stays.
         """
         path: list[Span] = []
         at: int | None = index

@@ -224,7 +224,7 @@ def _assemble(
 
 
 def _metrics(layout: StepLayout, run_id: str, problems: list[FileProblem]) -> dict[str, float]:
-    """Return the numbers that the trainer logged. A damaged file is added to `problems`."""
+    """Return {name: number} that the trainer logged; empty if the file is damaged (see `problems`)."""
     try:
         return read_metrics(layout, run_id)
     except (OSError, RecordError) as error:
@@ -485,7 +485,7 @@ def _number(process: ProcessInfo) -> int | None:
 def _stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:
     """Return the stalls of each replica, disjoint and in order.
 
-    A replica stalls while all of its data-parallel engines do, because each of these serves its own requests.
+    A replica stalls while all of its data-parallel engines do, because each engine serves its own requests.
     Files of hosts whose clock was not measured are ignored.
     """
     engines: dict[int, dict[int, list[tuple[int, int]]]] = collections.defaultdict(

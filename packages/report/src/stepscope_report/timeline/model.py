@@ -106,7 +106,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     end_ns: int | None
     """The end; None if no end was recorded (a hang, or a killed process)."""
     dur_ns: int | None
-    """Duration by the process' monotonic clock; `end_ns - start_ns` differs from it by the clock's drift."""
+    """Duration by the process' monotonic clock, or None without an end. `end_ns - start_ns` differs from this
+    duration by the clock's drift."""
     step: int
     """The step that owns the work."""
     begun_step: int | None = None
@@ -123,7 +124,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     """Number of the span in its process' file. With the process' key it gives the span's id in
     OpenTelemetry."""
     traceparent: str | None = None
-    """W3C trace context of the parent, if another tracer named it."""
+    """W3C trace context of the parent if another tracer named the parent, else None."""
     waits: bool = False
     """True if the span only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
 
@@ -196,7 +197,7 @@ class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
     lines: int | None = None
     """Number of affected lines, or None for the whole file."""
     events: int | None = None
-    """Number of affected events, for a trace."""
+    """Number of affected events of a trace, or None if the problem concerns no single events."""
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

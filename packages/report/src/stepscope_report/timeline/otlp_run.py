@@ -1,8 +1,9 @@
 """Timeline of a run without stepscope, from OTLP JSON only.
 
 All spans together are one step, from the first to the last. The process of the longest root span is the
-owner, and clocks of other hosts are assumed to be right. Each agent's outermost span is a trajectory, without
-agents each span of that name, and without these each trace that calls a model.
+owner, and clocks of other hosts are assumed to be right. The outermost span of each agent is a trajectory.
+Without agents, the outermost spans of the stage `trajectory` are; without such spans, the root span of each
+trace that calls a model, if there are several.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _root_ns(span: OtlpSpan, known: set[str]) -> int:
 
 
 def _name_trajectories(spans: Sequence[Span], contexts: dict[TraceContext, int]) -> None:
-    """Make each agent's outermost span a trajectory, without agents each span of that name, or the root of
-    each trace that calls a model. Spans below belong to the trajectory.
+    """Find the trajectories in the order that the top of this file states, and name them. Spans below a
+    trajectory belong to it.
     """
     traces = {index: context.trace_id for context, index in contexts.items()}
     roots = (

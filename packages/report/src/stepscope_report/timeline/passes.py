@@ -17,7 +17,7 @@ from stepscope_report.timeline.tree import REQUEST, replica_and_role
 def passes_of(
     files: Iterable[TraceFile], processes: Sequence[Process]
 ) -> tuple[tuple[EnginePasses, ...], list[FileProblem]]:
-    """Return the passes of each file by replica and engine, and the problems of files that cannot be used."""
+    """Return the passes of each file, ordered by replica and engine, and the problems of unusable files."""
     engines, problems = [], []
     for file in files:
         try:
@@ -53,8 +53,9 @@ class RequestKey(NamedTuple):
 
 
 def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
-    """Return {request: index of the span that names the request}: the innermost such span, if possible in a
-    trajectory.
+    """Return {request: index in `timeline.spans` of the span that names the request}.
+
+    If several spans name a request, the last one in a trajectory counts (the innermost), else the first one.
 
     Engines may use the same request id. Such an id counts only if the span's replica is known. Spans of
     another role whose replica has the same number as one of these engines do not count.
@@ -84,7 +85,7 @@ def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
 
 
 def passes_of_requests(engine: EnginePasses) -> list[list[int]]:
-    """Return the rows of each request in `noted.served`, in the order of the passes."""
+    """Return, for each request of the file, its rows in `noted.served`, in the order of the passes."""
     rows: list[list[int]] = [[] for _ in engine.noted.requests.id]
     for row, request in enumerate(engine.noted.served.request):
         rows[request].append(row)
@@ -92,5 +93,5 @@ def passes_of_requests(engine: EnginePasses) -> list[list[int]]:
 
 
 def pass_of_rows(engine: EnginePasses) -> list[int]:
-    """Return the pass of each row in `noted.served`."""
+    """Return the index of the pass of each row in `noted.served`."""
     return [at for at, requests in enumerate(engine.noted.passes.requests) for _ in range(requests)]

@@ -71,7 +71,7 @@ class PlainStep(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """One process in a file."""
+    """The content of one process in a trace file."""
 
     file: TraceFile
     info: ProcessInfo
@@ -86,7 +86,7 @@ def has_traces(path: Path) -> bool:
 
 
 def no_trace(path: Path) -> str:
-    """Return words about a file that is no trace."""
+    """Return the reason why a file is no trace that can be read, as half a sentence for an error."""
     head = FoundFile(path=path, name=path.name).head()
     if b"chakra" in head.lower() or b"execution_trace" in head:
         return "an execution trace (Chakra), without times of devices: name the profiler's trace beside it"
@@ -429,8 +429,8 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
 
 
 def _runs(sources: Sequence[Source]) -> Iterator[list[int]]:
-    """Yield the indices of the sources of each run. Sources of one run recorded at one time, by clocks that
-    may differ.
+    """Yield the indices of the sources of each run. Sources of one run recorded at the same time,
+    but their clocks may differ.
     """
     run: list[int] = []
     until_ns = 0

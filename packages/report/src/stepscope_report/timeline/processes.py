@@ -51,7 +51,7 @@ class NearFiles(Executor):
 
 
 def files_elsewhere(executor: Executor | None) -> Mapping[Path, int]:
-    """Return the traces that only workers of the executor see, with their sizes in bytes."""
+    """Return {path: size in bytes} of the traces that only workers of the executor can read."""
     return executor.elsewhere if isinstance(executor, NearFiles) else {}
 
 

@@ -30,10 +30,10 @@ _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
 
-It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43. It rounds a
-thousand times that, which is a whole number from 2^52 on. Between these ranges (days 50.9 to 52.1), one in
-four times would be a ns late. A slice that ends together with its parent would then end after the parent, and
-Perfetto would not show it."""
+The processor reads `ts` as a double in us. Doubles are half a ns apart below 2^42 us, and a ns apart below
+2^43 us. The processor rounds the double times 1,000, which is a whole number from 2^52 on. Between these
+ranges (days 50.9 to 52.1), one in four times would be a ns late. A slice that ends together with its parent
+would then end after the parent, and Perfetto would not show it."""
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
@@ -79,7 +79,7 @@ class Axis(NamedTuple):
     """First position for rows that have no place in the step."""
 
     def shift_of(self, position: int) -> int:
-        """Return the shift of an unaligned process' times, the first of them at `position`.
+        """Return the shift in ns of an unaligned process' times, of which the first is at `position`.
 
         Times near the step are not changed. Other times are moved behind the step, so that a reader does not
         take them for times of the step.
@@ -192,7 +192,7 @@ def _or_first(number: int | None) -> int:
 
 
 def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
-    """Return the aligned process on `host` with the smallest uncertainty, which is known."""
+    """Return the aligned process on `host` with the smallest known uncertainty, or None if there is none."""
     aligned = [
         (process.clock.uncertainty_ns, at, process)
         for at, process in enumerate(processes)
@@ -218,8 +218,8 @@ def steady(process: Process) -> bool:
 
 
 def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
-    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or with replica, pid and
-    host.
+    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or longer with replica,
+    pid, host or number.
     """
     names = [_short_name(info) for info in infos]
     for longer in _LONGER:

@@ -78,7 +78,7 @@ class SpanFile(RecordFile):
     spans: dict[int, span_lines.Open] = msgspec.field(default_factory=dict)
     """Records by id: a `Span`, or an `Open` without an end."""
     latest_ns: int | None = None
-    """The latest monotonic time in the file."""
+    """The latest monotonic time in the file; None if the file contains no time."""
 
 
 class CounterFile(RecordFile):

@@ -23,7 +23,7 @@ from stepscope_report.timeline.tree import cut_cycles, requests
 NOBODY = -1
 """The caller of roots, and of spans that nothing in this step waits for."""
 CLOSE_NS = 10_000_000
-"""Longest gap in ns between a call and what follows from it, or a twentieth of the call if longer."""
+"""Longest gap in ns between a call and what follows from it, or a twentieth of the call's time if longer."""
 _TOGETHER_NS = 2_000_000
 """Longest time in ns between the ends of calls that end together, or a fiftieth of the time from the first
 begin to the last end if longer."""
@@ -35,16 +35,17 @@ def is_close(gap_ns: int, call_ns: int) -> bool:
 
 
 class Cluster(NamedTuple):
-    """Overlapping calls without a recorded caller. Right before and after them, no such call runs."""
+    """All calls without a recorded caller that overlap each other at one time of a node."""
 
     start_ns: int
     end_ns: int
     last: int
     """The node that ended last."""
     joined: bool
-    """True if something waited for the end of the cluster. This is assumed if the next call begins shortly
-    after the end. It is also assumed if all calls of the cluster have one stage, and calls of this stage fill
-    half of the call around them."""
+    """True if something waited for the end of the cluster. This is assumed if the next call begins, or the
+    node around the cluster ends, shortly after this end. If all calls of the cluster have one stage, the same
+    is assumed in two more cases: calls without a recorded caller fill half of the node's time outside of its
+    recorded calls, or the last call is of the node's process."""
     members: tuple[int, ...]
 
 
@@ -272,7 +273,7 @@ class _Builder:
             )
 
     def _owners(self, workers: Sequence[int], tops: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield each of these spans with the innermost call of the owner that holds it.
+        """Yield (span of a worker, innermost call of the owner around the span, else the owner's root).
 
         If several calls of the owner run at once, the call around all of them is used.
         """
@@ -318,7 +319,10 @@ class _Builder:
         return [node for node in calls if self._spans[node].trajectory is None or node in left]
 
     def _main_thread(self, nodes: Sequence[int]) -> int | None:
-        """Return a process' first thread, or another thread that was busy for more than twice as long."""
+        """Return a process' first thread, or another thread that was busy for more than twice as long.
+
+        Return None without calls.
+        """
         by_thread: dict[int, list[int]] = defaultdict(list)
         for node in nodes:
             by_thread[self._spans[node].thread].append(node)

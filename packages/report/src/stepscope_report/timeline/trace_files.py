@@ -47,7 +47,7 @@ class TraceFile(NamedTuple):
         return self.name.split("/")[1] if self.sidecar is None else self.sidecar.artifact.role
 
     def whose(self, fields: TraceFields) -> ProcessInfo:
-        """Return what is known of the process that wrote the trace."""
+        """Return the process that wrote the trace, by the sidecar or else the trace. Unknown pids are 0."""
         distributed = fields.distributed
         if self.sidecar is None:
             rank, world_size = (

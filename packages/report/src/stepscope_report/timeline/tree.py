@@ -155,8 +155,8 @@ _Thread: TypeAlias = tuple[int, int]
 
 
 def end_issued(spans: Sequence[Span], processes: Sequence[Process]) -> None:
-    """Set ends, parents and roles of collectives without an end, in place, if ranks waited for the last one.
-    The other collectives keep zero length.
+    """Set ends, parents and roles of collectives without an end, in place, if other ranks waited for the
+    rank that began last. Otherwise such collectives keep zero length.
     """
     calls: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for at, span in enumerate(spans):
@@ -167,7 +167,7 @@ def end_issued(spans: Sequence[Span], processes: Sequence[Process]) -> None:
         last_ns = max(spans[at].start_ns for at in members)
         ranks = {processes[spans[at].process].info.rank for at in members}
         if threads is None or len(ranks) < len(members):
-            continue  # these are the groups of several jobs, which have the same names
+            continue  # several jobs have groups with the same name
         waiting = [at for at in members if threads.waits(at, last_ns)]
         for at in (*waiting, *(at for at in members if waiting and spans[at].start_ns == last_ns)):
             _end(spans, at, last_ns + 1, threads.around(at, last_ns))
@@ -206,7 +206,7 @@ class _Threads:
         return until_ns - span.start_ns >= _LEAST_NS and is_still and self.around(at, until_ns) is not None
 
     def around(self, at: int, until_ns: int) -> int | None:
-        """Return the innermost call of the span's thread that runs from the span's begin to `until_ns`."""
+        """Return the innermost call of the span's thread from the span's begin to `until_ns`, or None."""
         span = self._spans[at]
         around = (
             other

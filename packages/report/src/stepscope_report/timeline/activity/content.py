@@ -41,7 +41,7 @@ class Iteration(msgspec.Struct, gc=False):
 
 
 class Operator(msgspec.Struct):
-    """All calls of one operator on the CPU. If the trace has shapes, the calls with the same input shapes."""
+    """All calls of one operator on the CPU, with the same input shapes if the trace has shapes."""
 
     name: str
     shapes: str = ""
@@ -70,7 +70,7 @@ class Kernel(msgspec.Struct):
 
 
 class Device(msgspec.Struct):
-    """Activity of one device on all of its streams. Each instant counts once."""
+    """Activity of one device. In each time, an instant counts once, however many streams are busy then."""
 
     name: str
     first_us: float
@@ -142,9 +142,9 @@ class LabelTime(msgspec.Struct):
     kernels: int
     """Number of kernels that were launched within the label."""
     idle_us: float | None
-    """Time within the label in which no device was busy."""
+    """Time within the label in which no device was busy, or None without a device."""
     idle: dict[GapKind, float]
-    """{cause: time of the devices' gaps that were caused in this label, and in no label below it}."""
+    """{cause: time in us of the devices' gaps that were caused in this label, and in no label inside it}."""
 
 
 class Collective(msgspec.Struct):
@@ -226,8 +226,8 @@ class TraceContent(msgspec.Struct, kw_only=True):
     sized: list[SizedCalls] = []
     collectives: list[Collective]
     grouped: list[GroupCalls] = []
-    """The calls of collectives by process group. Only collectives are included that no rank can leave before
-    all ranks have entered."""
+    """The calls of collectives by process group. Collectives that a rank may leave before all ranks have
+    entered are left out."""
     iterations: list[Iteration]
     memory: list[Peak]
     runtime: bool

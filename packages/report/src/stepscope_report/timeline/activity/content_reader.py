@@ -145,7 +145,7 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
 
 
 _ASYNC, _MEMORY = "\0", "\1"
-"""Categories that only other events than slices have."""
+"""Categories of asynchronous events and of memory events; no slice has them."""
 
 
 class _Begin(msgspec.Struct, tag_field="ph", tag="b", gc=False):
@@ -387,8 +387,8 @@ class Reading:
         return inside and self._near[0] <= start and start + dur <= self._near[1]
 
     def _cut(self, events: Iterable[Event], within: Pair) -> Iterator[Event]:
-        """Yield the events between the times `within`. An event that reaches beyond is cut to the part
-        inside. An event outside is only kept as a possible cause of gaps inside.
+        """Yield the events between the times `within`. An event that lies partly outside is cut to the part
+        inside. A slice that lies wholly outside is only kept as a possible cause of gaps inside.
         """
         first, last = within
         for event in events:
@@ -403,7 +403,7 @@ class Reading:
                 yield event
 
     def _tell_host(self, event: Complete) -> None:
-        """Keep an event only to explain gaps."""
+        """Keep a slice outside of the times that are read, as a possible cause of gaps."""
         name, start, dur, host = event.name, event.ts, event.dur, self._host
         if event.cat in DEVICE:
             self._work.add([event], [_facts(event)], [start], [dur], self._work.beyond)
@@ -433,7 +433,7 @@ class Reading:
         others: list[Complete] = []
         special: list[int] = []
 
-        def put_special(event: Complete) -> None:  # called for all events except operators without shapes
+        def put_special(event: Complete) -> None:  # `_operators` adds the event by itself
             special.append(len(others))
             others.append(event)
 
@@ -484,8 +484,8 @@ class Reading:
         """Add operators, and the ranges that nest with them.
 
         Args:
-            special: Indices of all other events than operators without shapes: operators with shapes, and
-                ranges.
+            special: Indices of the events that are added one by one: ranges, waits, and operators if the
+                trace has shapes.
         """
         events, starts_us, durs = self._believed(given)
         one_by_one = special if len(events) == len(given) else range(len(events))
@@ -772,7 +772,7 @@ class Reading:
         )
 
     def _devices(self, works: Sequence[Work]) -> dict[int | str, dict[Work, Stretches]]:
-        """Return the times of each kind of work on each device. Keep the kernels for the gaps."""
+        """Return {device: {kind of work: times}}. Keep the kernels, to find the gaps later."""
         work = self._work
         streams = [stream_number(track.stream) for track in work.tracks]
         talks = [kind == "communication" for kind in works]
@@ -813,7 +813,7 @@ def _read(
 
 
 def _ran(operator: Operator) -> bool:
-    return operator.count > 0  # 0 if the operator ran only outside of the times that are read
+    return operator.count > 0  # the count is 0 if the operator ran only outside of the times that are read
 
 
 def _by_own_time(operator: Operator) -> tuple[float, str, str]:

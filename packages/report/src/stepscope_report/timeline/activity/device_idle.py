@@ -3,7 +3,7 @@
 A gap ends with a kernel. If this kernel was launched before the gap began, the device itself took the time.
 Otherwise the program launched the kernel too late, and what the program's threads did in the gap is the
 cause. HolisticTraceAnalysis makes the same distinction, and calls the second case `host_wait`. Here the
-device also took the time of a gap that lasted on for longer, and over 1 ms, after its kernel was launched.
+device also took the time if more than half of the gap, and over 1 ms, came after the launch.
 
 One file of more than 500 lines, because every cause is found in the same columns of calls and kernels.
 """
@@ -85,10 +85,11 @@ class DeviceGaps(msgspec.Struct):
 
     kind: GapKind
     call: str
-    """The call that caused the gaps, and the operator around the call, `cudaStreamSynchronize in aten::item`;
-    empty if unknown."""
+    """The call that caused the gaps, and the operator around the call, such as
+    `cudaStreamSynchronize in aten::item`; empty if unknown."""
     place: str
-    """The innermost line of the user's code, `train.py(41): step`; empty unless the trace has stacks."""
+    """The innermost line of the user's code, such as `train.py(41): step`; empty unless the trace has
+    stacks."""
     count: int = 0
     total_us: float = 0.0
     longest_us: float = 0.0
@@ -119,8 +120,8 @@ class DeviceKernels:
     ) -> Iterator[list[tuple[float, float, float, float, int]]]:
         """Yield the gaps between kernels since the time `first`, in lists of some thousands.
 
-        A gap is (start, end, launch of the next kernel but at most `end`, the same launch or `NEVER`,
-        launching thread).
+        A gap is (start, end, the earlier of `launch` and `end`, launch, thread). `launch` is the time at
+        which `thread` launched the next kernel, or `NEVER` if unknown.
 
         Args:
             launches: Time of the launch of each kernel.
@@ -430,7 +431,7 @@ class _Judge:
         add_kind, add_moment = kinds.append, moments.append
         for start, until, end, launch, on_cpu in zip(starts, untils, ends, launches, ran, strict=False):
             moment, kind = (start + until) / 2, _SLOW if on_cpu > (until - start) / 2 else _NO_OPERATOR
-            held_us = end - until  # by the device, after the launch
+            held_us = end - until  # the part of the gap after the launch
             if launch <= start or (
                 held_us > _LONG_US and held_us > until - start and launch not in self._long
             ):

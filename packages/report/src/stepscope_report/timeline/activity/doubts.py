@@ -23,16 +23,16 @@ UNRECORDED = "waits for a CUDA event whose record is not known, or is later than
 NO_SIZES = "collectives without their group, type or size: bandwidths lack them"
 SHARED_NUMBER = "numbers of the forward pass that several operators of the backward pass share"
 LINKS = frozenset({UNRECORDED, NO_SIZES, SHARED_NUMBER})
-"""The other checks of torch's validator. They find wrong links between events, which change no time."""
+"""Checks of torch's validator besides `EARLY` and `UNSYNCED`. Wrong links between events change no time."""
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
 NEVER = float("inf")
-"""Start of an id that has no start."""
+"""The start of an id whose start is unknown."""
 _FEW = 10
 """Largest number of events that may be missing at the edges of a recording without a doubt."""
 _SHARE = 20
-"""There is a doubt if more than one event in this many is bad. A smaller share of kernels may be missing
+"""There is a doubt if more than one in `_SHARE` events is bad. A smaller share of kernels may be missing
 because they ran after the recording had ended."""
 _EARLY_US = 10.0
 _OVERLAP = 10
@@ -137,8 +137,8 @@ class Stream:
 class Links:
     """Links between events by numbers, checked as torch's validator checks them.
 
-    Each thread of the forward pass has its own sequence numbers. The validator ignores this, and this class
-    does not.
+    Each thread of the forward pass has its own sequence numbers. Unlike the validator, this class separates
+    the threads.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ def _add_some(
     starts_us: Sequence[float],
     correlations: Sequence[int],
 ) -> None:
-    """Add the starts of the calls whose names `kind` accepts to `to`."""
+    """Add to `to` the starts of the calls whose names `kind` accepts."""
     different = set(names)
     own = set(filter(kind, different))
     if len(own) == len(different):

@@ -60,7 +60,7 @@ def work_of(cat: str, name: str) -> Work:
 
 
 def named_collectives() -> str:
-    """Return the user's patterns of collectives, from the variable `STEPSCOPE_COLLECTIVES`."""
+    """Return the user's patterns of collectives (`STEPSCOPE_COLLECTIVES`), or an empty text."""
     return os.environ.get("STEPSCOPE_COLLECTIVES", "")
 
 
@@ -95,7 +95,10 @@ def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Itera
 
 @lru_cache(1 << 12)
 def requests_of(name: str) -> Requests | None:
-    """Return the requests in a name, by the functions of installed packages, else by the patterns here."""
+    """Return the requests in a name, by the functions of installed packages, else by the patterns here.
+
+    Return None if no function or pattern fits, or if the name states no request.
+    """
     for read in (*_installed(), _of_vllm, _of_sglang):
         try:
             requests = read(name)
@@ -144,8 +147,8 @@ def _of_sglang(name: str) -> Requests | None:
 
 
 def is_range(name: str) -> bool:
-    """Return whether an event of an operator's category is a range of the program. torch writes ranges of
-    `_RecordFunctionFast`, and before 1.12 all ranges, like operators.
+    """Return whether an event of an operator's category is a range of the program. torch gives this category
+    to ranges of `_RecordFunctionFast`, and before 1.12 to all ranges.
     """
     return "::" not in name and _OF_TORCH.fullmatch(name) is None
 

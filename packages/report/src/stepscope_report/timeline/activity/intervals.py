@@ -86,7 +86,7 @@ class Stretches:
 
 
 class Cover:
-    """Collector of intervals. An interval takes 16 bytes, or none if it touches the previous interval."""
+    """Collector of intervals. An interval takes 16 bytes, or no bytes if it touches the previous interval."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk

@@ -90,9 +90,9 @@ class Nested:
         self.operators: list[Operator] = []
         self.threads: dict[int, Slices] = defaultdict(Slices)
         self.beyond: dict[int, Slices] = defaultdict(Slices)
-        """Operators beyond the times that are read, which only explain gaps."""
+        """{thread: operators outside of the times that are read}, which only explain gaps."""
         self.ran: dict[int, Stretches] = {}
-        """Times in which each thread ran operators, after `nest`."""
+        """{thread: times in which the thread ran operators}; empty until `nest` is called."""
         self._overrun: set[int] = set()
         """Threads with operators that end after the operator around them."""
         self.main = _NO_THREAD
@@ -139,7 +139,7 @@ class Nested:
             yield Covered(pairs if beyond is None else merge(pairs, beyond.pairs()))
 
     def nest(self) -> None:
-        """Add up the operators, with the time that each spent in those below it."""
+        """Add up the calls of each operator, with the time in operators that this operator called."""
         most = 0
         for thread, slices in self.threads.items():
             before = self._inner()

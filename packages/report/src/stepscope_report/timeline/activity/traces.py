@@ -284,13 +284,14 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the process, such as `actor 0`; the same as in the timeline if the process recorded spans."""
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`, or None if the process recorded no spans, as an engine's worker."""
+    """Index in `Timeline.processes`, or None for a process without spans, such as an engine's worker."""
     stage: str | None
     """The stage that the trace covers; None if it covers the whole capture."""
     step: int | None = None
     """The step that the trace covers, or None if unknown."""
     replica: int | None = None
-    """Number of the recorded inference replica, or None. `info.replica` may be None even for a replica."""
+    """Number of the inference replica, by the sidecar if there is one; None if not stated. `info.replica` may
+    be None even for a replica."""
     topology: Mapping[str, int] | None = None
     """Position of the process in the parallel layout of the replica: `{"tp": 1, "dp": 0}`, or None if
     unknown."""

@@ -216,7 +216,7 @@ def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
 
 
 def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
-    """Return the largest difference, in ns, between the wall-clock and the monotonic time of one moment.
+    """Return how far apart, in ns, the wall clock and the monotonic clock may place one moment.
 
     Kernels slew both clocks alike, so a difference is a jump of the wall clock at an unknown moment. The jump
     affects traces, which use the wall clock, as well as spans, which use the monotonic clock.

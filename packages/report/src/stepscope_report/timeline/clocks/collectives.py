@@ -72,9 +72,9 @@ class Times(NamedTuple):
     """Times of one collective on one host, in unix ns of the host's wall clock."""
 
     entered_ns: int
-    """Time at which the last of its ranks entered."""
+    """Time at which the last of the host's ranks entered."""
     left_ns: int
-    """Time at which the first of its ranks left."""
+    """Time at which the first of the host's ranks left."""
     size: int
     """Hash of the size, equal for equal sizes; 0 if unknown."""
 
@@ -83,8 +83,8 @@ class Series(msgspec.Struct):
     """The collectives of one kind on one host."""
 
     numbered: bool
-    """True if torch numbered the collectives, so that partial series match; else the keys of `times` are
-    counts."""
+    """True if the keys of `times` are torch's numbers, so that partial series match. False if the collectives
+    are counted."""
     count: int
     times: dict[int, Times]
 
@@ -130,7 +130,10 @@ _groups = msgspec.json.Decoder(list[_Group]).decode
 
 
 def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
-    """Return the collectives in all traces of one process of `world`, in the order in which they ran."""
+    """Return {kind: collectives of this kind} in all traces of one process of `world`.
+
+    A kind whose collectives cannot be matched has the reason instead.
+    """
     kinds: dict[Kind, _Recorded] = {}
     count = 0
     for path in traces:
@@ -202,7 +205,9 @@ def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series
 def match(
     one: Series | Refused, other: Series | Refused, shift: int = 0
 ) -> dict[int, tuple[Times, Times]] | str:
-    """Return the times of each collective on both sides, or the reason why they cannot be matched.
+    """Return {key in `one.times`: times of the collective on both sides}.
+
+    Return the reason instead if the collectives cannot be matched.
 
     Args:
         shift: Positions by which the other series is moved, as if its first collectives were missing.

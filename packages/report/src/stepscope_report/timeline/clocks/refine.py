@@ -64,7 +64,7 @@ Pairs = Mapping[int, tuple[Times, Times]]
 def _collectives_of(
     source: Source, traces: Sequence[Path], digests: Digests | None
 ) -> dict[Kind, Series | Refused]:
-    """Return the collectives of one process, from the digests if they are kept."""
+    """Return {kind: collectives of one process}, from the digests if these have the collectives."""
     world = _world(source)
     kept = None if digests is None else digests.kept(traces, Collectives, world)
     if kept is not None:
@@ -204,14 +204,14 @@ def refine(
     digests: Digests | None = None,
     executor: Executor | None = None,
 ) -> list[Aligned]:
-    """Return the placements, improved for hosts whose traces hold collectives with other hosts.
+    """Return the placements, improved for hosts whose traces contain collectives with other hosts.
 
     If all processes are on one host, no trace is read. Traces are searched for collectives, not parsed.
 
     Args:
         traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
-        digests: Holds the results for traces that were searched before, or None to search all.
-        executor: Its workers search the traces that only they have.
+        digests: Cache of the results for traces that were searched before, or None to search all traces.
+        executor: Its workers search the traces that only the workers have.
     """
     clocks = list(_clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
@@ -234,7 +234,7 @@ def refine(
 def traces_by_source(
     sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
 ) -> dict[int, list[Path]]:
-    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out.
+    """Return {index of a source: its traces}. Traces without the sidecar of a source are left out.
 
     Args:
         earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are left out.
@@ -245,7 +245,7 @@ def traces_by_source(
         try:
             sidecar = read_record(path, Sidecar)
         except (OSError, RecordError):
-            continue  # the reader of the traces reports it
+            continue  # the reader of the traces reports a damaged sidecar
         index = by_key.get(sidecar.process or "")
         if sidecar.artifact.path in earlier_files:
             continue
@@ -266,7 +266,7 @@ def _against_each_other(
     notes: Mapping[str, list[str]],
     digests: Digests | None,
 ) -> list[tuple[_HostClock, _HostClock, Lead]]:
-    """Return triples of two clocks and the lead of the second over the first.
+    """Return (first clock, second clock, lead of the second) for hosts with common collectives.
 
     Memory holds the collectives of one host at a time, and for each kind the collectives of one further host,
     the first with this kind.

@@ -21,19 +21,20 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a step that a timeline shows: everything by default."""
 
     roles: tuple[str, ...] | None = None
-    """Names or globs. Processes of these roles are shown completely, others only with their spans of these
-    roles."""
+    """Names or globs of roles, or None for all. Processes of these roles are shown completely, other
+    processes only with their spans of these roles."""
     ranks: Collection[int | range] | None = None
-    """Selected ranks, and ranges of ranks (`sys.maxsize` for an open end). Processes without a rank (a
-    driver) are always shown."""
+    """Selected ranks, and ranges of ranks (`sys.maxsize` for an open end), or None for all. Processes without
+    a rank (a driver) are always shown."""
     from_ms: float | None = None
-    """Milliseconds after the step's opening. Events that end before are left out."""
+    """Milliseconds after the step's opening, or None for no limit. Events that end before are left out."""
     to_ms: float | None = None
-    """Events that begin later are left out."""
+    """Milliseconds after the step's opening, or None for no limit. Events that begin later are left out."""
     requests: Literal["all"] | None = None
     """`all` for arrows from every turn to its passes, or None for arrows only of the slowest trajectories."""
     max_mb: float | None = None
-    """Largest size of the written file, in 10^6 bytes. Spans come first; traces share the rest equally."""
+    """Largest size of the written file in 10^6 bytes, or None for no limit. Spans come first; traces share
+    the rest equally."""
 
     def role(self, *roles: str) -> bool:
         """Return whether one of these roles is selected."""
@@ -48,7 +49,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         return _at(self.from_ms, opened_ns), _at(self.to_ms, opened_ns)
 
     def words(self) -> dict[str, object]:
-        """Return the fields that narrow the selection, as JSON values; a range as text: `8-15`."""
+        """Return {field: JSON value} of the fields that narrow the selection. A range is text: `8-15`."""
         return {
             name: _plain(value) for name, value in msgspec.structs.asdict(self).items() if value is not None
         }
@@ -84,8 +85,8 @@ def _spelled(ranks: range) -> str:
 
 
 class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the timeline. No event begins with its first field, so that readers do not take the record at
-    the file's end for events.
+    """A row of the timeline. The first field is one with which no event begins: otherwise readers would take
+    the record at the file's end for events.
     """
 
     role: str
@@ -99,7 +100,7 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     alignment: str
     """The alignment, as in `ProcessClock.alignment`."""
     uncertainty_ns: int | None
-    """The uncertainty (+-) of its times against the owner's, or None if unknown."""
+    """The uncertainty (+-) of the row's times against the owner's, or None if unknown."""
     offset_ns: int = 0
     """Lead of the process' wall clock at the opening, which was subtracted."""
     drift_ppm: float | None = None

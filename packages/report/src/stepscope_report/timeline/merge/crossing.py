@@ -51,7 +51,7 @@ class _Run:
             self.starts.append(start)
             self.ends.append(end)
         self.late_starts, self.late_ends = list[float](), list[float]()
-        """The latest slices, until `settle`: a list takes a slice in a third of the time of an array."""
+        """The latest slices, until `settle`: lists grow three times as fast as arrays."""
         self.joins = joins
         self._outer = array("i")
         """Number of the slice around each slice, or -1. Computed when needed."""

@@ -243,12 +243,12 @@ class Tracks:
 
     def prefixed(self, row: Row, pid: str, name: str) -> str:
         """Return a thread's name with the device's name in front, because the row is the whole process."""
-        name = name.strip()  # Kineto's are `stream 7 `
+        name = name.strip()  # Kineto's names end with a space: `stream 7 `
         label = self._rows[row.pid].labels.get(pid, "")
         return f"{label} {name}" if label and label not in name else name
 
     def counters(self, row: Row, pid: str) -> int:
-        """Return the pid for counters of one of a file's pids: viewers know a counter by pid and name."""
+        """Return the pid for counters of one of a file's pids: viewers identify a counter by pid and name."""
         known = self._rows[row.pid].counters
         if pid not in known:
             known[pid] = self._further(row, pid) if known else row.pid

@@ -223,8 +223,8 @@ def merge_step(
 ) -> Merged:
     """Write the timeline of one captured step, for ui.perfetto.dev and chrome://tracing.
 
-    The memory does not depend on the size of the traces, because only spans are in memory. If interrupted, it
-    removes its partial output and keeps any previous timeline.
+    The memory does not depend on the size of the traces, because only spans are in memory. An interrupted
+    merge removes its partial output and keeps the previous timeline.
 
     Args:
         path: A step's folder.
@@ -332,7 +332,10 @@ def _write_recording(
 
 
 def _limit(max_mb: float | None, shares: Iterator[int], out: TimelineFile) -> int | None:
-    """Return the file size at which the next trace is cut: the remaining bytes are shared equally."""
+    """Return the file size at which the next trace is cut, or None for no limit.
+
+    The remaining traces share the remaining bytes equally.
+    """
     share = next(shares)
     if max_mb is None:
         return None

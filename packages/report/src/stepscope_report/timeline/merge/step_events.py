@@ -225,8 +225,8 @@ class Drawn:
                 yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
 
     def launches(self, row: Row) -> EngineLaunches | None:
-        """Return the launches that the events of a row's traces are added to, or None unless the row belongs
-        to exactly one engine whose passes are drawn.
+        """Return the launches that the events of a row's traces are added to. Return None if the row is
+        unaligned, or belongs to no engine with drawn passes, or to several.
         """
         engines = [at for at in self._passes_at if self._timeline.passes[at].replica == row.info.replica]
         if len(engines) != 1 or row.unaligned is not None:
@@ -301,8 +301,8 @@ class Drawn:
         return inside
 
     def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
-        """Return groups of spans that share tracks: one group for each thread, and one for all trajectories
-        of a process.
+        """Return {name: spans that share tracks}: one group for each thread of a process, and one group for
+        all trajectories.
         """
         spans = self._timeline.spans
         threads = {spans[index].thread for index in chosen if spans[index].trajectory is None}
@@ -501,8 +501,8 @@ class EngineLaunches:
     ) -> int | None:
         """Return the first pass from `place` on that fits an annotation. None if no pass fits.
 
-        Such a pass has `number` requests, is a decode pass if `prefills` is 0 and only then, and ended after
-        `start`. The pass before began before `end`.
+        Such a pass has `number` requests, and ended after `start`. If `prefills` is 0, the pass is a decode
+        pass, otherwise not. The previous pass began before `end`.
         """
         facts = engine.noted.passes
         for at in range(place, len(engine.begins_ns)):

@@ -90,7 +90,7 @@ def full_disk_names(path: Path) -> Iterator[None]:
 def timeline_file(path: Path, base_ns: int) -> Iterator[TimelineFile]:
     """Yield a file that replaces what is at `path` when the block ends without an exception.
 
-    If interrupted, it removes its partial output and keeps any previous timeline.
+    If the block raises, the partial output is removed and the previous file stays.
 
     Raises:
         OSError: The file cannot be written.
@@ -111,7 +111,8 @@ class RowTrace(NamedTuple):
     name: str
     """Path of the trace, relative to the step's folder."""
     number: int
-    """Number among all traces of the step, the prefix of its ids. A row's first trace has the row's place."""
+    """Number among all traces of the step, the prefix of its ids. A row's first trace has the row's
+    `place`."""
     base_ns: int | None
 
 

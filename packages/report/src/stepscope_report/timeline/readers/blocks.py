@@ -43,7 +43,7 @@ def read_blocks(
 
     Args:
         on_read: Called with the number of bytes of each read of the file.
-        size: Size of a block. A smaller one is better only for the beginning of a file.
+        size: Bytes of a block. Smaller blocks than `BLOCK` are better only for the beginning of a file.
     """
     try:
         with open_file(path) as file:

@@ -37,7 +37,8 @@ _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
 """Number of bytes of the first block: more than most files have before their events. It is read twice."""
 _FIRST_BLOCKS = 64
-"""Largest number of such blocks that are searched for a time: metadata may come before."""
+"""Largest number of blocks of `_FIRST_BLOCK` bytes that are searched for the first time of an event, because
+metadata may come before it."""
 _LAST_BLOCKS = 4
 """Number of blocks at the end that are searched for the fields behind the events."""
 
@@ -65,12 +66,13 @@ class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields around the events. A field is None if the file does not contain it."""
 
     base_ns: int | None = None
-    """Unix ns at which its times begin. `ChromeTrace.fields` gives None for a clock of its own."""
+    """Unix ns at which the events' times begin. `ChromeTrace.fields` returns None if the file has a clock of
+    its own."""
     distributed: Distributed | None = None
     host: str | None = None
     devices: tuple[DeviceProperties, ...] = ()
     pid: int | None = None
-    """Pid of the first event. In all known files of Kineto it is the process that wrote the file."""
+    """Pid of the first event. In all known files of Kineto, this process wrote the file."""
 
 
 class _OfProcess(msgspec.Struct):
@@ -237,7 +239,7 @@ def _array(text: bytes) -> tuple[int, int] | None:
 
 
 def _object(text: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of `text`, an object with perhaps a trailing comma; empty if it is damaged."""
+    """Return {name: value} of the JSON object `text`, which may end with a comma; empty if damaged."""
     text = re.sub(rb",\s*\}\s*\Z", b"}", text.rstrip(b" \t\r\n\0"))
     for prepared in (bytes, mend):
         try:

@@ -56,11 +56,13 @@ class FoundFile:
 
     @property
     def kind(self) -> str | None:
-        """`Artifact.kind` of the sidecar, if there is one."""
+        """`Artifact.kind` of the sidecar, or None without a sidecar."""
         return None if self.sidecar is None else self.sidecar.artifact.kind
 
     def head(self, size: int = 4096) -> bytes:
-        """Return the first bytes, decompressed if it is gzip. Fewer or none if they cannot be read."""
+        """Return the first `size` bytes of the content, decompressed if the file is gzip. Empty if the file
+        cannot be read.
+        """
         try:
             with open_file(self.path) as file:
                 head = file.read(size)
@@ -83,11 +85,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Origin that a file states before its events, or None if not stated; a sidecar takes precedence."""
+    """Origin that a file states before its events; a field is None if not stated. A sidecar overrides it."""
 
     clock: Clock
     why: str | None = None
-    """Reason why the clock is unknown: `the export has no session start`."""
+    """Reason why the clock is unknown, such as `the export has no session start`; None if the clock is
+    known."""
     host: str | None = None
     pid: int | None = None
     """Pid of the recorded process."""
@@ -113,7 +116,8 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     """`GPU 0`, `NPU 3`: the device that runs the slices, or None if the slices are no work of a device."""
     thread: int | None = None
-    """Number of its thread, if the thread has several tracks, such as one for calls and one for ranges."""
+    """Number of the track's thread if the thread has several tracks (one for calls, one for ranges), else
+    None."""
     sort: int = 0
     """Place of the track among the recording's tracks."""
     overlapping: bool = False
@@ -129,8 +133,8 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     start_ns: int
     dur_ns: int
     category: str | None = None
-    """Kineto's category if one fits: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
-    `user_annotation`, `communication`."""
+    """Kineto's category if one fits, else None: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`,
+    `cpu_op`, `user_annotation`, `communication`."""
     args: Mapping[str, object] | None = None
     """Arguments by name. `correlation` of a kernel is the integer that the call that launched the kernel has
     too."""
@@ -212,9 +216,9 @@ class Reader(Protocol):
 
     def claims(self, file: FoundFile) -> Claim | None:
         """Return a claim on a file by its sidecar's kind, its name, or its first bytes, or None if the
-        file is not its own.
+        reader does not know the file.
 
-        It is called for every file, so it must be cheap and accept any content.
+        This method is called for every file, so it must be cheap and accept any content.
         """
         ...
 

@@ -4,8 +4,8 @@ A line names a call's communicator, size and duration. It states only when the l
 long after the call, so calls are not drawn. A line has the size of one rank's part. For a gather, nccl-tests
 counts the parts of all ranks.
 
-The layout is that of `plugins/profiler/inspector` of NCCL (format v4.0, June 2026), which states no
-algorithm.
+The layout is that of `plugins/profiler/inspector` of NCCL (format v4.0, June 2026). This
+format states no algorithm.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _unnamed(device: DeviceTable, args: Mapping[str, object]) -> str:
 
 
 def _grouped(args: dict[str, Any]) -> dict[str, Any]:
-    """Convert grid and block into lists, as in Kineto."""
+    """Return the arguments with grid and block as lists [x, y, z], as in Kineto."""
     for word in ("grid", "block"):
         if all(f"{word}{axis}" in args for axis in "XYZ"):
             args[word] = [args.pop(f"{word}{axis}") for axis in "XYZ"]
@@ -230,7 +230,7 @@ class _Export:
         return None if row is None else row[0]
 
     def _string(self, number: int | None) -> str | None:
-        """Return a text of `StringIds`. Names repeat, so they are cached; other texts may be large."""
+        """Return a text of `StringIds`, or None if there is none with this number. Texts are cached."""
         if number not in self._strings:
             if len(self._strings) >= _STRINGS:
                 self._strings.clear()
@@ -271,7 +271,9 @@ class _Export:
         yield from ()
 
     def _nvtx(self) -> Iterator[Event]:
-        """Yield ranges and marks: pushed ones on a track per thread, started ones on a track per process."""
+        """Yield ranges and marks. Started ranges are on a track per process, pushed ranges and marks on a
+        track per thread.
+        """
         domains = dict(self._nvtx_texts(DOMAIN, "domainId"))
         kinds = ", ".join(map(str, (MARK, *PUSH_POP, *START_END)))
         wanted = ("eventType", "text", "textId", "globalTid", "domainId")
@@ -339,7 +341,9 @@ class _Export:
                 yield self._flow("end", key, start, process, args["correlation"])
 
     def _rows(self, table: str, wanted: Sequence[str], clauses: str = "", *more: str) -> Iterator[Any]:
-        """Yield (start, end, the wanted columns, and more), by start. Missing columns are None."""
+        """Yield (start, end, the wanted columns, the SQL expressions `more`) of a table's rows, by start. A
+        missing column is None. Nothing is yielded if the table is missing, or has no times.
+        """
         if table not in self._columns:
             return
         if not self._has(table, "start", "end"):

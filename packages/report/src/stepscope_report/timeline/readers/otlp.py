@@ -210,7 +210,7 @@ def _span(span: Json, resource: Resource, scope: str | None) -> OtlpSpan:
 
 
 def _kept(span: Json) -> dict[str, AttrValue]:
-    """Return the attributes without any text that could be a user's."""
+    """Return {name: value} of the span's attributes, without any text that could be a user's."""
     kept: dict[str, AttrValue] = {}
     for key, value in _attributes(span):
         if len(kept) == _MOST_ATTRIBUTES:
