@@ -85,7 +85,7 @@ def __getattr__(name: str) -> object:
         value = getattr(import_module(_LATER[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next access does not call __getattr__
+    globals()[name] = value  # so that later accesses do not call `__getattr__`
     return value
 
 

@@ -31,7 +31,7 @@ analyse(folder, **({"export_type": export} if export and "export_type" in known 
 
 
 def analysed(folder: Path) -> list[Path]:
-    """Return the files that an analysis wrote into `folder` and that a timeline reads."""
+    """Return the files of an analysis of `folder` that a timeline reads; empty without an analysis."""
     return [path for pattern in _ANALYSED for path in sorted((folder / OUTPUT).glob(pattern))]
 
 
@@ -99,12 +99,12 @@ class NpuAnalyser:
 def advise(folder: Path, timeout_s: float) -> list[str]:
     """Run msprof-analyze on an analysed recording, if msprof-analyze is installed.
 
-    A failure raises nothing, because stepscope needs none of the files. The tool's output is not shown: its
-    banner holds the address of a repository with a password.
+    A failure raises nothing, because stepscope needs none of the files. The tool's output is not shown,
+    because its banner contains the address of a repository with a password.
 
     Returns:
-        The names of the files that the tool wrote, HTML pages first, or a message that it failed. An empty
-        list if the tool is not installed.
+        The paths in `folder` of the files that the tool wrote, HTML pages first, or a message that the tool
+        failed. An empty list if the tool is not installed.
     """
     tool = shutil.which("msprof-analyze")
     if tool is None:

@@ -145,8 +145,8 @@ class Database:
                 yield self._flow(key, start, connection, "end")
 
     def _listed_elsewhere(self) -> set[str]:
-        """Return the categories that have a table of their own. A task outside this table is not in the
-        category, whatever its type.
+        """Return the categories that have a table of their own. A task that such a table does not list is not
+        in the category, whatever its type.
 
         HCCL's kernels that wait have the task type `AI_CORE` too, but torch_npu counts only operators as
         computing. A collective has one row in COMMUNICATION_OP, and one row in TASK for each part.

@@ -2,9 +2,9 @@
 
 torch_npu records the operators of the thread that starts it, and of threads that call
 `enable_profiler_in_child_thread` (absent in the oldest versions). `disable_profiler_in_child_thread` leaves
-the callback in place: a second recording would hold each operator of that thread twice, a third three times.
-Only the stop in C++ removes the callback, and this stop ends the recording of all threads. So a thread calls
-the stop once nothing records. Seen in torch_npu 2.13.0.
+the callback in place: a second recording would contain each operator of that thread twice, a third recording
+three times. Only the stop in C++ removes the callback, and this stop ends the recording of all threads. So a
+thread calls the stop once nothing records. Seen in torch_npu 2.13.0.
 """
 
 from __future__ import annotations

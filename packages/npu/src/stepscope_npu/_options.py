@@ -99,7 +99,9 @@ def _refuse_database(torch_npu: TorchNpu) -> None:
 
 
 def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments that this version's `_ExperimentalConfig` accepts."""
+    """Return {argument: value} for the `_ExperimentalConfig` of this torch_npu. Raise `BackendError` if it
+    lacks an argument of `npu.extra`.
+    """
     mstx = "mstx" if "mstx" in torch_npu.arguments else "msprof_tx"
     arguments: dict[str, Any] = {
         "profiler_level": torch_npu.choices("ProfilerLevel")[_LEVELS[config.level]],
@@ -164,7 +166,8 @@ def _recorded(config: NpuConfig, contents: Sequence[str]) -> Recorded:
 
 
 def patched_by_torch_npu() -> list[str]:
-    """Return the functions of torch that the import of torch_npu has replaced.
+    """Return the names of torch's functions that the import of torch_npu has replaced; empty if there are
+    none.
 
     They write the mstx ranges `dataloader` and `save_checkpoint` into every recording, in the default domain.
     """

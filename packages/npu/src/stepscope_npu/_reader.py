@@ -30,7 +30,9 @@ class TraceViewReader:
     name = "npu trace_view"
 
     def claims(self, file: FoundFile) -> Claim | None:
-        """Claim every file of a recording but the databases. Only `trace_view.json` is read."""
+        """Claim every file of a recording except databases; return None for other files. Only
+        `trace_view.json` is read.
+        """
         if file.path.name == "trace_view.json":
             return Claim()
         folder = recording_of(file.path)
@@ -102,8 +104,8 @@ def correction_ns(file: FoundFile) -> int:
 
     torch_npu times host events by CLOCK_MONOTONIC_RAW. If CANN has left no reading of CLOCK_REALTIME and
     CLOCK_MONOTONIC_RAW, the analysis uses the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead.
-    MONOTONIC has drifted away from RAW since boot (by 250 ms in one run). The sidecar holds all three clocks.
-    The result is 0 if no correction is needed or known.
+    MONOTONIC has drifted away from RAW since boot (by 250 ms in one run). The sidecar contains all three
+    clocks. The result is 0 if no correction is needed or known.
     """
     folder = recording_of(file.path)
     opened = None if file.sidecar is None else file.sidecar.opened

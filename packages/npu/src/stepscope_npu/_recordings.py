@@ -112,7 +112,7 @@ class OutputFolder:
     def give_back(self) -> None:
         """Restore the previous values. Clear `is_prof_inited`, which torch_npu leaves set after an error."""
         self._paths.is_prof_inited = False
-        if self._now() == self._ours:  # otherwise other code has made a handler since
+        if self._now() == self._ours:  # else other code has made a handler meanwhile
             vars(self._paths).update(self._before)
 
     def _now(self) -> dict[str, object]:

@@ -103,7 +103,7 @@ class TraceView:
             yield from self._declare(entry)
             event = self._event(entry, at_ns + self._shift_ns)
             if isinstance(event, Slice) and event.category == "user_annotation":
-                ranges.append(event)  # ranges may overlap, and must come ordered by start
+                ranges.append(event)  # ranges may overlap, and are yielded by start
             elif event is not None:
                 yield event
         yield from sorted(ranges, key=lambda event: event.start_ns)
@@ -198,7 +198,9 @@ class TraceView:
 
 
 def _hardware_category(name: str, task_type: object) -> str | None:
-    """Return the category of a task from its type. Tasks of MindIE have no type and count as kernels."""
+    """Return the category of a task from its type, or None if it does no work. Tasks of MindIE have no type
+    and count as kernels.
+    """
     if task_type is None:
         return "kernel"
     category = layer_category(task_type)
@@ -216,7 +218,7 @@ def _runs(layer: str, thread: str) -> bool:
 
 
 def nanoseconds(text: bytes) -> int | None:
-    """Return a `ts` (us, as text or as a number) in whole ns."""
+    """Return a `ts` (us, as text or as a number) in whole ns, or None if it is not a number."""
     whole, _, rest = text.strip(b'"').partition(b".")
     try:
         return int(whole) * 1000 + int(rest.ljust(3, b"0")[:3] or b"0")

@@ -15,8 +15,8 @@ from stepscope.config import INSTALL_TORCH_NPU
 from stepscope.errors import BackendError, ours
 
 MSPROF_VARIABLES = ("PROFILING_MODE", "PROFILER_SAMPLECONFIG")
-"""Variables that `msprof` sets for its process. msprof then owns the device's profiler, and torch_npu's does
-nothing."""
+"""Variables that `msprof` sets for its process. msprof then owns the device's profiler, and the profiler of
+torch_npu does nothing."""
 SOURCE_CANN = "source CANN's set_env.sh (often /usr/local/Ascend/ascend-toolkit/set_env.sh)"
 
 

@@ -135,7 +135,8 @@ class NpuWindow(ScheduledWindow[Recorded]):
         self.ranges = Ranges(options.torch_npu.mstx)
         self.ignored = dict(options.ignored)
         self.operators_of: str | None = None
-        """The thread whose operators are recorded, with those that autograd's threads run for this thread."""
+        """Name of the thread whose operators are recorded, also operators that autograd's threads run for it.
+        None if its operators cannot be recorded."""
         self._folder = folder
         self._device: int | None = None
         if thread.all_threads:  # stepscope's own thread, with another current device

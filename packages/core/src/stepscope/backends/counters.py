@@ -17,8 +17,8 @@ class CounterSource(Protocol):
         queues = "my_package:counters"
 
     The sampling thread calls the function when a capture opens, and once for the flight recorder. Import
-    libraries inside the function. If it raises, the manifest states the reason, and other counters are not
-    affected.
+    libraries inside the function. If the function raises, the manifest states the reason, and other counters
+    are not affected.
 
     One thread samples all counters, by default ten times a second in a capture and once a second between
     captures. So `sample` must return within microseconds, must not wait, and must not take a lock that the
@@ -40,7 +40,7 @@ class CounterSource(Protocol):
         """Return {measured object: current value}. The object is `""` for the process or host itself, else a
         name: `GPU 3`.
 
-        Return {} if there is no value now. If `sample` raises, it is not called again.
+        Return {} if there is no value now. A counter whose `sample` raised is not sampled again.
         """
         ...
 

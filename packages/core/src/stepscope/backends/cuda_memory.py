@@ -1,7 +1,7 @@
 """The `cuda_memory` backend: the history of the CUDA caching allocator.
 
-The backend takes a snapshot at the end of each window, and at the first out-of-memory error in it. Open the
-files at https://pytorch.org/memory_viz.
+The backend takes a snapshot at the end of each window, and at the window's first out-of-memory error. Open
+these snapshots at https://pytorch.org/memory_viz.
 
 The backend has not run on a GPU yet. On a machine without CUDA, tests check the signatures of a real torch
 and that the backend refuses to start; the conformance suite is skipped.
@@ -34,7 +34,8 @@ _HELD = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unma
 class _Peak(NamedTuple):
     bytes: int
     events: int
-    """The number of events up to and including the peak."""
+    """Number of events up to and including the event that reached the peak; 0 if the peak is before all
+    events."""
 
 
 def summarise(snapshot: Mapping[str, Any], max_entries: int) -> MemorySummary:
@@ -107,9 +108,9 @@ def _blocks(segments: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
 
 
 def _highest(trace: Sequence[Mapping[str, Any]], end: int, changes: Mapping[str, int]) -> _Peak:
-    """Return the highest value, at its first occurrence.
+    """Return the highest number of bytes in a history, and when it was first reached.
 
-    The value before the first event is the value at the end minus all changes.
+    Before the first event, the number of bytes is `end` minus all changes.
     """
     now = end - sum(changes.get(event["action"], 0) * event["size"] for event in trace)
     peak = _Peak(now, 0)
@@ -314,7 +315,7 @@ def history_options(config: CudaMemoryConfig) -> dict[str, object]:
         "context": None if config.stacks == "none" else "all",
         "stacks": "all" if config.stacks == "all" else "python",
         "max_entries": config.max_entries,
-        "clear_history": True,  # windows must not mix
+        "clear_history": True,  # else a window would contain events of the previous window
     }
     known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     if "clear_history" not in known:

@@ -31,8 +31,8 @@ class Shortage(NamedTuple):
 
 _attached = False
 _window: Callable[[Any], None] | None = None
-"""Function that gets a snapshot at each out-of-memory error while a `cuda_memory` window is open, when
-`_between` is not called; None between windows. Set by `in_window`."""
+"""Function that is called with a snapshot at each out-of-memory error in a `cuda_memory` window, in place of
+`_between`; None between windows. Set by `in_window`."""
 _between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
 """Function that is called for out-of-memory errors between windows, or None. Set by `watch`."""
 _refused: Callable[[str], None] | None = None
@@ -63,7 +63,7 @@ def attach() -> str | None:
 
 
 def in_window(taker: Callable[[Any], None] | None) -> None:
-    """Call `taker(snapshot)` at each out-of-memory error of the window; None at the window's end."""
+    """From now on, call `taker(snapshot)` at each out-of-memory error. None ends this."""
     global _window
     _window = taker
 

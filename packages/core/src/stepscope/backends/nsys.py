@@ -34,7 +34,8 @@ SESSION = "NSYS_PROFILING_SESSION_ID"
 """The environment variable that nsys sets for the processes of a session."""
 DOMAIN = "stepscope"
 _INJECTED = ("LD_PRELOAD", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
-"""Variables that load nsys into a process. nsys itself must be started without these variables."""
+"""Environment variables that load nsys into a process. nsys itself must be started without these
+variables."""
 _ANSWER_S = 30.0
 """Longest time that a command of nsys may take; most take 10 ms to 0.7 s."""
 LATE_S = 5.0
@@ -60,7 +61,7 @@ _OF_START = (
 
 
 def launch_options(config: ProfileConfig, *, engine: bool = False) -> dict[str, str]:
-    """Return the options of `nsys launch` that this backend needs, as long names without dashes.
+    """Return the options of `nsys launch` that this backend needs: {long name without dashes: value}.
 
     Args:
         engine: True for a process that builds an inference engine. CUDA graphs are then recorded kernel by
@@ -169,8 +170,8 @@ class NsysBackend:
         pass
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """Return an NVTX range with a start and an end, because push/pop ranges of interleaved tasks would
-        close each other.
+        """Return an NVTX range `<role>.<stage>`, or a null context if NVTX is not recorded. The range has a
+        start and an end, because push/pop ranges of interleaved tasks would close each other.
         """
         if self._window is None or "nvtx" not in self._config.trace:
             return _NOTHING
@@ -196,7 +197,7 @@ class NsysBackend:
             folder = self._folder
             self._give_back()
             _remove(folder)
-            raise  # after a Ctrl-C the window is kept, and a second call stops it
+            raise  # after a Ctrl-C the window is kept, and a second stop() ends it
         folder, stopping, seconds = self._folder, self._stopping, self._config.report_seconds
         has_ranges = self._has_ranges
         self._give_back()
@@ -244,8 +245,8 @@ class _RefusedError(BackendError):
 
 
 _last: subprocess.Popen[bytes] | None = None
-"""The latest `nsys stop` of this process. The session cannot start a recording before it has exited. One
-writer: `_stop`."""
+"""The latest `nsys stop` of this process, or None. The session cannot start a recording before this command
+has exited. One writer: `_stop`."""
 
 
 def _program() -> str:
@@ -395,7 +396,8 @@ def markers() -> Markers | str:
 
 @cache
 def _markers(with_torch: bool) -> Markers | str:
-    """Find the functions for `markers`, once with and once without torch.
+    """Find the functions for `markers`. The result is cached for a process that has imported torch, and for a
+    process that has not.
 
     nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then silently drop all ranges.
     """

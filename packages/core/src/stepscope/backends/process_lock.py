@@ -17,8 +17,8 @@ class ProcessLock:
     """Lock that is held during a profiler session. No method waits, so signal handlers may use the lock."""
 
     def __init__(self) -> None:
-        # `dict.setdefault` is atomic and returns the first holder. With a `threading.Lock` and a name beside
-        # it, an interrupt between the two could leave a locked lock without a holder.
+        # `dict.setdefault` is atomic and returns the first holder. With a `threading.Lock` and a separate
+        # name of the holder, an interrupt could leave a locked lock without a name.
         self._held: dict[str, tuple[str, object]] = {}
 
     @property

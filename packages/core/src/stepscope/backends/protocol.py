@@ -65,8 +65,8 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     truncated: str | None = None
     """Reason why the recording ended early, or None if it is complete."""
     lacking: str | Callable[[], str | None] | None = None
-    """The requested part that the recording lacks, with the reason, or None. With a reason, the manifest says
-    `partial`. If this is a function, it is called once the file is written, and its result counts."""
+    """The requested part that the recording lacks, with the reason; the manifest then states `partial`. None
+    if nothing is missing. A function is called after the file is written, and returns this text or None."""
     note: str | None = None
     """A remark about the recording that is not a problem, or None."""
     ignored: dict[str, str] = {}

@@ -46,7 +46,7 @@ def first_active(schedule: ScheduleConfig) -> int:
 
 
 def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Explain why a recording that ends at `mini_batch` is incomplete.
+    """Return the reason why a recording that ends at `mini_batch` is incomplete.
 
     Args:
         at: The schedule's dotted name in the configuration.
@@ -57,7 +57,7 @@ def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
 
 
 def never_active(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Explain why a window that ends at `mini_batch` has recorded nothing."""
+    """Return the reason why a window that ends at `mini_batch` has recorded nothing, with the fix."""
     return (
         f"{at} records from mini-batch {first_active(schedule)} on (skip_first + wait + warmup), but "
         f"stepscope.advance() was called {mini_batch} times. Fix: a shorter schedule, or call advance() "
@@ -160,9 +160,7 @@ class ScheduledWindow(ABC, Generic[CutT]):
 
     @abstractmethod
     def end(self, truncated: str | None = None) -> None:
-        """End the window and keep the recording so far. `truncated` is the reason if the window ends
-        early.
-        """
+        """End the window and keep the recording so far. `truncated` is the reason for an early end."""
 
     @abstractmethod
     def _go_to(self, to: Place) -> None:
@@ -174,8 +172,8 @@ class ScheduledWindow(ABC, Generic[CutT]):
             type(self).current = None
 
     def _cut_short(self) -> str | None:
-        """Explain which mini-batches of the schedule the open recording lacks; None if there is no
-        schedule.
+        """Return text on the mini-batches that the open recording lacks. Return None if there is no schedule,
+        or no recording is open.
         """
         if self._schedule is None or self.phase != "active":
             return None

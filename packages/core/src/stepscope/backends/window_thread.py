@@ -44,7 +44,7 @@ class Task:
         self._begun = threading.Event()
         self._done = threading.Event()
         self.error: BaseException | None = None
-        """The exception that the work raised."""
+        """The exception that the work raised, or None."""
 
     @property
     def done(self) -> bool:
@@ -278,7 +278,7 @@ class Late:
         self._task = task
         self._caller = threading.current_thread().name
         self.note = f"stopped by thread {self._caller}, ended when {window.thread.name} came to it"
-        """Note for the manifest. The recording is complete, and may also contain work after the stop."""
+        """Note for the manifest on a complete recording, which may also contain work after the stop."""
         self.cut: str | None = None
         """The reason why the recording is incomplete, or None; known once the recording is written."""
 
@@ -315,8 +315,8 @@ class HeldWindow(Generic[WindowT]):
             raise ProfilerBusyError(f"{self.window.name} was not stopped. Fix: stop() before start()")
 
     def begin(self, window: WindowT) -> None:
-        """Start `window` on its thread. If the start fails, the window is not kept. After a Ctrl-C it is
-        kept, because it has begun or may still begin; `end` then ends it.
+        """Start `window` on its thread. If the start fails, the window is not kept. After a Ctrl-C the window
+        is kept, because it has begun or may still begin; `end` then ends it.
         """
         self.window = window
         try:
@@ -336,7 +336,8 @@ class HeldWindow(Generic[WindowT]):
         """End the window. Wait up to 1 s for its thread, which may be in C code.
 
         Returns:
-            The window, and a `Late` if its thread did not answer in time; None if there is no window.
+            (the window, a `Late` if its thread did not answer in time, else None); None if there is no
+            window.
         """
         window = self.window
         if window is None:

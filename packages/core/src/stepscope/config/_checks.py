@@ -39,7 +39,7 @@ def check_tool(config: ProfileConfig) -> None:
     Raises:
         ConfigError: no such backend is registered. The error names the registered ones, and how to add one.
     """
-    from importlib.metadata import entry_points  # 15 ms, once per run
+    from importlib.metadata import entry_points  # imported here: 15 ms, once per run
 
     installed = sorted({point.name for point in entry_points(group="stepscope.backends")})
     if config.tool not in installed:
@@ -65,8 +65,8 @@ def _how_to_add(tool: str, installed: Sequence[str]) -> str:
 
 
 def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
-    """Make sure that no `instrument` entry names the program of `command`, because the program is never
-    imported.
+    """Make sure that no `instrument` entry names the program of `command`. Such an entry would have no
+    effect, because Python runs the program as `__main__` and never imports it.
 
     Raises:
         ConfigError: an entry names the program.

@@ -50,8 +50,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A struct that checks its fields, and converts them to their normal form, on construction."""
 
     _at: ClassVar[str] = ""
-    """Dotted path of the section in the configuration. Errors show it when the section is constructed on its
-    own."""
+    """Dotted path of the section in the configuration. Errors show this path if the section is constructed on
+    its own."""
     _parsers: ClassVar[Mapping[str, Parser]] = {}
     """{field: parser}, for fields that accept values of other types than their own."""
 

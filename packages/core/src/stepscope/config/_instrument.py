@@ -49,8 +49,8 @@ _EARLY = {
 }
 """{kind: the fields whose paths are read before the call, so that they cannot begin with the result}."""
 LAYERS = {"tool": "span", "weight_sync": "span"}
-"""{kind: kind that it is treated as in the check for two entries of one function}. Entries of both kinds
-would record the same span."""
+"""{kind: kind whose entries would record the same span}. The check for two entries of one function treats
+both kinds as one."""
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 """The folder of the presets, a YAML file each."""
@@ -81,7 +81,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     _parsers: ClassVar[Mapping[str, Parser]] = {"id": parse_paths}
 
     preset: str | None = None
-    """Name of a preset: `trl`, `verl`... No other field may be set beside it."""
+    """Name of a preset: `trl`, `verl`... Then no other field may be set."""
     module: str | None = None
     """Dotted name of the module that defines the function. The entry does not import the module."""
     name: str | None = None
@@ -121,8 +121,8 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     same: dict[str, str] = msgspec.field(default_factory=dict)
     """Record only calls in which both paths lead to the same object: {path: path}."""
     step: StepBoundary | None = None
-    """Effect of a call on the training's steps: the step is the call (`around`), or the call begins it
-    (`begin`), ends it (`end`), or ends it and begins the next (`next`)."""
+    """Effect of a call on the training's steps: the call is the step (`around`), begins a step (`begin`),
+    ends the step (`end`), or ends the step and begins the next (`next`). If null, no effect."""
     number: str | None = None
     """With `step`: path to the step's number, to which `+1` may be added. If null, steps are counted from
     0."""

@@ -155,7 +155,8 @@ class ThroughputConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "throughput"
 
     flops_per_token: Positive | None = None
-    """FLOPs of the trained model per training token, forward and backward: about 6 times its parameters."""
+    """FLOPs of the trained model per training token, forward and backward: about 6 times its number of
+    parameters. If null, only operators in traces give FLOPs."""
     device_peak_tflops: Positive | None = None
     """Dense TFLOP/s of a device in the precision of the training. If null, the BF16 figure of a known
     device."""

@@ -294,8 +294,8 @@ def _options(role: str, block: Block, tool: str | None) -> Block:
 
 
 def _window(options: Block, at: str) -> tuple[int, int | None, str]:
-    """Return the first engine iteration to record, the iteration after the last, and the names of the two
-    keys.
+    """Return (first engine iteration to record, the iteration after the last or None for no end, names of
+    both keys).
 
     Raises:
         ConfigError: verl refuses these numbers.

@@ -21,13 +21,13 @@ class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
     better: bool | str = True
     """The value that turns a switch on."""
     instead_of: tuple[str, ...] = ()
-    """Words for off, if the switch has words as values; else empty."""
+    """Values that turn the switch off, if its values are words; else empty."""
     where: str | None = None
     """A setting that must be on for this setting to have an effect, or None."""
 
 
 def place_of(name: str) -> tuple[str, ...]:
-    """Return the path of a setting in the configuration of its framework."""
+    """Return the keys that lead to a setting in the configuration of its framework, the outermost first."""
     plain = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
     return tuple(plain.split("."))
 

@@ -48,7 +48,7 @@ class ActorGoneError(EngineError):
     """The actor has died, or cannot be reached now because it may be restarting."""
 
     died = False
-    """True if Ray says that the actor died."""
+    """True if Ray reports that the actor died."""
 
 
 class CallFailedError(EngineError):
@@ -147,7 +147,8 @@ _abandoned: deque[tuple[str, bool]] = deque(maxlen=1000)
 any order."""
 _lock = threading.RLock()
 _own_loop: asyncio.AbstractEventLoop | None = None
-"""Event loop for coroutines in actors that have no loop. One writer: `_private_loop`."""
+"""Event loop for coroutines in actors that have no loop; None before the first coroutine. One writer:
+`_private_loop`."""
 
 
 def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) -> tuple[int, int, T]:
@@ -158,8 +159,8 @@ def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) ->
 
 
 def present(instance: object) -> None:
-    """Do nothing. The answer shows that the actor is alive and not busy, and its timestamps compare the
-    clocks of both hosts. Used before a call that must not run late.
+    """Do nothing. The answer shows that the actor is alive and not busy, and the answer's timestamps compare
+    the clocks of both hosts. Used before a call that must not run late.
     """
 
 
@@ -319,8 +320,8 @@ async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
 
 
 def names_of(instance: object, path: str) -> list[str]:
-    """Return the path of a file, or of all files in a folder. The sidecar comes last, because it marks a
-    complete file.
+    """Return `path`, or the paths of all files in the folder `path`, and its sidecar last. The sidecar marks
+    the file or folder as complete.
     """
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]
     return [str(name) for name in (*files, sidecar_of(Path(path)))]

@@ -144,7 +144,7 @@ def workers_of(
 ) -> list[str]:
     """Return the URLs of the servers behind a router (`sglang_router`, `vllm-router`), sorted. Blocks.
 
-    They are sorted because the order in a router's list changes whenever the router is started.
+    The URLs are sorted, because their order in a router's list changes whenever the router is started.
 
     A router passes each request to any one of its servers. vllm-router 0.1.17 passes the start of a profiler
     to one server and the stop to the next. So stepscope calls the servers one by one.
@@ -167,7 +167,9 @@ def workers_of(
 
 
 def _listed(answer: Answer) -> list[str]:
-    """Return the URLs in `{"workers": [{"url": ...}]}` or `{"urls": [...]}`."""
+    """Return the URLs in `{"workers": [{"url": ...}]}` or `{"urls": [...]}`, sorted; empty for any other
+    answer.
+    """
     try:
         reply = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:

@@ -41,7 +41,7 @@ set."""
 
 def register(adapter: str, engine: object, replica: int | None) -> None:
     """Keep `engine` for captures: a weak reference to it, or the string itself if it is a URL. A later call
-    for the same engine replaces an earlier one.
+    for the same engine replaces the earlier entry.
 
     Raises:
         TypeError: `engine` allows no weak references.
@@ -58,9 +58,7 @@ def register_none(adapter: str) -> None:
 
 
 def adapters() -> set[str]:
-    """Return the adapters for which an entry has registered an engine of this process, or has recorded that
-    there is none.
-    """
+    """Return the adapters of this process' living engines, and of entries whose call made no engine."""
     named = {adapter for adapter, pid in _empty if pid == os.getpid()}
     return named | {engine.adapter for engine in registered()}
 
@@ -70,7 +68,7 @@ def _is_replaced(known: object | None, engine: object) -> bool:
 
 
 def registered(adapter: str | None = None) -> list[Registered]:
-    """Return the living engines of one adapter, or of all, in the order of registration."""
+    """Return the living engines of one adapter, by default of all adapters, in the order of registration."""
     pairs = [(entry, entry.engine()) for entry in list(_entries) if entry.pid == os.getpid()]
     return [
         Registered(entry.adapter, engine, entry.replica)
@@ -121,7 +119,7 @@ def seat(profiler: EngineProfiler, *, instead_of: EngineProfiler | None) -> None
 
 
 def seated() -> tuple[EngineProfiler, ...]:
-    """Return the profilers that `seat` has noted."""
+    """Return the profilers that `seat` has noted, in the order of the calls."""
     return tuple(_seated.values())
 
 

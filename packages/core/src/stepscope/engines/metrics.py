@@ -66,12 +66,14 @@ class EngineMetrics:
         if self._blocks:
             threading.Thread(target=self._run, name="stepscope-engine-metrics", daemon=True).start()
         else:
-            self._take()  # before the step begins, so that its first sample has the totals
+            self._take()  # before the step begins, so that the step's first sample has the totals
             self._is_fresh = True
         return [_Reader(self), *levels, *totals, _HitRate(self)]
 
     def refresh(self) -> None:
-        """Read the metrics again, or let the thread do so; then the new values come later."""
+        """Read the metrics again. If a thread reads them, return at once; `values` returns the new values
+        later.
+        """
         self._wanted.set()
         if not self._blocks and not self._is_fresh:
             self._take()
@@ -83,7 +85,7 @@ class EngineMetrics:
         self._wanted.set()
 
     def values(self, name: str) -> Mapping[str, float]:
-        """Return the latest value of a metric, in the form that a source returns."""
+        """Return {name of the engine: latest value of a metric}; empty if there is no value."""
         value = self.latest.get(name)
         return {} if value is None else {self._of: value}
 
@@ -163,7 +165,8 @@ class Collected:
 def read_page(
     page: str, names: Mapping[str, str], *, percents: Iterable[str] = (KV_CACHE, HITS)
 ) -> dict[str, float]:
-    """Return the metrics on a Prometheus page, summed over the engines that the page names.
+    """Return {name in the result: value} of the metrics on a Prometheus page, summed over the engines on the
+    page. Metrics that the page lacks are left out.
 
     Args:
         names: {name on the page: name in the result}.
@@ -185,7 +188,9 @@ def read_page(
 
 
 def _sample(line: str) -> tuple[str, float | None]:
-    """Return the name and the value of a line `name{labels} value [timestamp]`."""
+    """Return the name and the value of a line `name{labels} value [timestamp]`. The value of any other line
+    is None.
+    """
     if line.startswith("#"):
         return "", None
     name, _, rest = line.partition("{")

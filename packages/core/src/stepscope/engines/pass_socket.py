@@ -81,7 +81,9 @@ def ask(pid: int, question: str, number: int) -> bytes | None:
 
 
 def ask_all(pids: Iterable[int], question: str, number: int) -> list[bytes | None] | None:
-    """Return the answers of the processes that listen; None if no process listens."""
+    """Return the answers (as `ask` does) of the processes that listen, in the order of `pids`; None if no
+    process listens.
+    """
     answers = []
     for pid in pids:
         with suppress(ConnectionRefusedError, FileNotFoundError):
@@ -116,13 +118,15 @@ def keep_behind(urls: Iterable[str], memory_mb: int) -> bool:
 
 
 def kept_behind(urls: Iterable[str], start_ns: int) -> list[bytes]:
-    """Return the passes since `start_ns` (unix ns) that servers of this host keep, as packed copies."""
+    """Return the passes since `start_ns` (unix ns) that servers of this host keep, as packed copies; empty if
+    they keep none.
+    """
     answers = (ask_all(behind(url) or (), KEPT, start_ns) for url in urls)
     return [content for contents in answers for content in contents or () if content is not None]
 
 
 def behind(url: str) -> list[int] | None:
-    """Return the processes of the server at a URL, and their descendants.
+    """Return the ids of the processes of the server at a URL, and then of their descendants.
 
     Returns:
         None if the server runs on another host or as another user. Empty while no process listens on its
@@ -137,7 +141,7 @@ def behind(url: str) -> list[int] | None:
 
 
 def below(pids: Iterable[int]) -> list[int]:
-    """Return these processes and their descendants."""
+    """Return the ids of these processes, and then of their descendants."""
     children = defaultdict[int, list[int]](list)
     for pid in _pids():
         with suppress(OSError):  # the process has ended

@@ -120,7 +120,7 @@ class PassLog:
         """The parts in order. New passes go to the last part. Only a `PassRing` has more than one part."""
         self._stale: Version = None
         """Version that was stated before the last `update`, or None. `note` ignores this version, because the
-        new weights have another."""
+        new weights have another version."""
 
     def arrive(self, request: str, *, caller_id: str | None = None, at_ns: int | None = None) -> None:
         """Note that a request was put into the engine's queue.
@@ -502,8 +502,8 @@ def write_apart(
 
 
 def take(folder: Path, stems: str) -> list[PassFile]:
-    """Return the files of passes in `folder` whose names match `stems`, and remove them. Waits for files that
-    are being written. Logs damaged files and leaves them out.
+    """Return the files of passes in `folder` whose names match `stems`, ordered by name, and remove them.
+    Files that are being written are awaited. Damaged files are logged and left out.
 
     Args:
         stems: Glob pattern of the names without their suffix.
@@ -578,7 +578,7 @@ def _span(numbers: Sequence[int]) -> tuple[int, int]:
 
 def current() -> PassLog | None:
     """Return the log that this process' engine writes to: the running capture's, else the flight recorder's.
-    Return None if neither notes passes.
+    Return None if there is no log.
     """
     return _kept if _current is None else _current
 
@@ -590,7 +590,9 @@ def keep(memory_mb: int) -> None:
 
 
 def kept(start_ns: int) -> list[PassFile]:
-    """Return the passes since `start_ns` (unix ns) that are kept; empty before the first call of `keep`."""
+    """Return a list of one file with the kept passes since `start_ns` (unix ns); empty before the first call
+    of `keep`.
+    """
     return [] if _kept is None else [_kept.copy(start_ns).file()]
 
 

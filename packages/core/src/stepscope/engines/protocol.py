@@ -337,8 +337,8 @@ class EngineFactory(Protocol):
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return the installed adapters by name. Cached until a name is not found, because reading the metadata
-    of every package takes 10 ms of CPU where an engine is installed.
+    """Return {name: entry point} of the installed adapters. Cached until a name is not found, because reading
+    the metadata of every package takes 10 ms of CPU where an engine is installed.
     """
     from importlib.metadata import entry_points  # slow to import
 
@@ -346,8 +346,8 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def distributions() -> list[str]:
-    """Return packages that may contain an engine: those named like an installed adapter, and those that the
-    adapters of this process name in `distributions`.
+    """Return names of packages that may contain an engine: the names of the installed adapters, and the
+    `distributions` of the adapters that this process has imported.
 
     Other adapters are not loaded, which took 9 ms of CPU beside the first capture.
     """

@@ -158,7 +158,7 @@ class RayRollout(EngineProfilerBase):
             call = self._line.call(stop, self._place, token, waited_s.get(), keep=True)
             artifacts, ignored = await call
         except CallFailedError:
-            with suppress(EngineError):  # the actor may be gone; else it says whether files may still come
+            with suppress(EngineError):  # `ignored` may state that files still come; the actor may be gone
                 self._ignored = await self._line.ask(ignored_of, self._place)
             raise
         self._ignored = ignored | await bring_home(self._line, step_dir, artifacts)

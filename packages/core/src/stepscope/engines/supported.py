@@ -53,7 +53,9 @@ def supported_by(adapter: str) -> Supported | None:
 
 
 def stated_in(requirements: Iterable[str]) -> Supported | None:
-    """Return the range of the `engine` extra among a distribution's requirements."""
+    """Return the range of the `engine` extra among a distribution's requirements, or None if it has no such
+    range.
+    """
     for line in requirements:
         requirement, _, marker = line.partition(";")
         bounds = dict(re.findall(r"(>=|<=)\s*([\w.]+)", requirement))

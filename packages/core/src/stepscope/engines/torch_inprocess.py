@@ -380,7 +380,7 @@ class TorchFactory(EngineFactory):
         return bool(_modules(engine))
 
     def owned(self) -> Sequence[object]:
-        """Return nothing, because a process has many modules, and it is unknown which of them generate."""
+        """Return no engine, because a process has many modules, and it is unknown which modules generate."""
         return ()
 
     def __call__(self, engine: object, replica: int) -> TorchRolloutProfiler:

@@ -37,7 +37,7 @@ class Waiting:
         return self._is_open
 
     def why(self) -> dict[str, str]:
-        """Return why the window did not open, for `EngineProfiler.ignored`.
+        """Return {`IDLE`: reason why the window did not open}, for `EngineProfiler.ignored`.
 
         Raises:
             EngineError: the engine does not show how many requests run.

@@ -38,7 +38,7 @@ class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """Offset of another process' wall clock against the owner's: owner_time = its_time - offset_ns."""
+    """Offset of another process' wall clock: owner_time = its_time - offset_ns. The owner opens captures."""
 
     process: str
     """`ProcessInfo.key` of the other process."""

@@ -25,7 +25,7 @@ BLOCKED_NS = 100_000_000
 IN = " in "
 """Separator in `Series.of` of a blocked event loop, between the loop's thread and the blocking call."""
 
-# Names of counters from which a report draws conclusions. It shows all other counters too.
+# Names of the counters from which a report draws conclusions. A report shows all other counters too.
 EVENT_LOOP = "event loop late"
 GC = "garbage collector"
 PROCESS_CPU = "process CPU"

@@ -35,7 +35,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     """The number of events in the allocator's history."""
     since_us: int | None
-    """Time of the first event in unix us. Earlier allocations are unknown."""
+    """Time of the first event in unix us, or None if torch does not report it. Earlier allocations are
+    unknown."""
     cut: bool
     """True if the history was full, so that its oldest events were dropped (`cuda_memory.max_entries`)."""
     peak_bytes: int
@@ -87,7 +88,8 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     """True if the snapshot contains the allocator's history with stacks; False if it contains only live
     blocks."""
     snapshot: str | None
-    """The file name of the snapshot. Open it at https://pytorch.org/memory_viz."""
+    """The file name of the snapshot, which https://pytorch.org/memory_viz shows, or None if there is no
+    snapshot."""
     why_none: str | None = None
     """Reason why there is no snapshot, or None if there is one."""
 

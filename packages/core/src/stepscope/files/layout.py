@@ -106,7 +106,9 @@ class RunLayout:
         return self.root / f".reached_{safe(run_id)}"
 
     def outcome(self, run_id: str) -> dict[str, str]:
-        """Return the first line of each kind in `reached`: {`BEGAN`, `CAPTURED` or `FAILED`: text}."""
+        """Return {`BEGAN`, `CAPTURED` or `FAILED`: text of the first such line in `reached`}; empty if there
+        is no file.
+        """
         try:
             lines = self.reached(run_id).read_text("utf-8").splitlines()
         except FileNotFoundError:

@@ -172,9 +172,10 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     state: State
     pending: Pending | None = None
-    """The awaited event if `state` is pending. With any other state, files may still come."""
+    """The awaited event, or None. With a `state` other than pending, the item has ended, and files may still
+    come."""
     reason: str | None = None
-    """The reason for `state`, for people. Set unless `state` is ok."""
+    """The reason for `state`, for people; may be None only if `state` is ok."""
     artifacts: tuple[Artifact, ...] = ()
     truncated: str | None = None
     ignored: dict[str, str] = {}
@@ -331,7 +332,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     ended_by: EndedBy | None = None
     """Cause of an early end; None if the capture ended normally or has not ended."""
     error: str | None = None
-    """`ExceptionType: message` of the user's exception, or the reason why the process ended."""
+    """`ExceptionType: message` of the user's exception, or the reason why the process ended; None if neither
+    happened."""
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name` of a function that `instrument` wrapped in this process: its `role/stage`s}."""
     recorder: Recorded | None = None

@@ -291,7 +291,7 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
 
 
 def _pids_of_the_dead(error: str | None) -> list[str]:
-    """Return the id of the process that died according to `error`, an error of Ray."""
+    """Return the id of the process that died according to Ray's `error`; empty if `error` names none."""
     found = _DIED.search(error or "")
     return [] if found is None else [found[1]]
 

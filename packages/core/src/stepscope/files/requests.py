@@ -147,13 +147,15 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def read_listening(layout: RunLayout) -> list[Listening]:
-    """Return the processes that poll, or have polled, this run's `control.json`."""
+    """Return a record for each process that polls, or has polled, this run's `control.json`, in the order of
+    file names.
+    """
     return read_records(sorted(layout.listeners.glob("*.json")), Listening)
 
 
 def has_ended(listening: Listening) -> bool:
-    """Return whether a process has stopped listening. If it was killed on another host, this returns
-    False.
+    """Return whether a process has stopped listening. Return False for a process that was killed on another
+    host.
     """
     here = listening.host == socket.gethostname()
     return listening.ended_ns is not None or (here and not is_running(listening.pid))

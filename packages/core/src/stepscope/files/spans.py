@@ -43,9 +43,9 @@ SERVED = frozenset({"prefill", "decode"})
 """Stages in which a replica computes a request."""
 
 MOST_NAMES = 50
-"""Largest number of stages of a step that are shown one by one, and of roles. The longest are shown."""
+"""Largest number of a step's stages, and of its roles, that are shown one by one. The longest are shown."""
 OTHER_NAMES = "(other names)"
-"""Name of the stage, or role, that combines all others beyond `MOST_NAMES`."""
+"""Name of the stage or role that combines all stages or roles beyond `MOST_NAMES`."""
 
 PROFILING = "stepscope profiler"
 """Stage of a span in which a profiler started or stopped a stage's window (discrete mode). Its attribute
@@ -108,8 +108,8 @@ class Span(Open, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag="s
 
     dur_ns: int
     error: str | None = None
-    """`ExceptionType: message` of the exception that left the span, cut at 200 characters (errors of
-    stepscope at 2000)."""
+    """`ExceptionType: message` of the exception that left the span, or None. The text is cut at 200
+    characters, of an error of stepscope at 2000."""
     cancelled: bool = False
     """True if the span's work was cancelled, which is not an error."""
 

@@ -78,7 +78,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
 
 
 class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The mean of one counter over the last seconds. Totals are left out."""
+    """The mean of one counter over the last `RECENT_NS`. Counters of the kind `total` are left out."""
 
     name: str
     of: str = ""
@@ -94,8 +94,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     sampled_ns: Int
     """Time in ns since the engine's counters were read."""
     still_ns: Int | None
-    """The engine has had requests and generated no token for at least this many ns. None if it has no
-    requests."""
+    """Time in ns in which the engine had requests and generated no token; the true time may be longer. None
+    if the engine has no requests."""
     requests: Int
     running: float | None = None
     waiting: float | None = None
@@ -137,7 +137,7 @@ class Collectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommunicatorRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank of an NCCL communicator that differs from the other ranks."""
+    """A rank of an NCCL communicator that is behind, dead or silent."""
 
     rank: Int
     """Rank in the communicator."""
@@ -145,14 +145,16 @@ class CommunicatorRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """IP address of the rank's host, or `unknown`."""
     pid: Int
     state: Literal["behind", "dead", "silent"]
-    """`behind`: the rank has launched fewer collectives. `dead`: its process has died. `silent`: it does not
-    answer NCCL."""
+    """`behind`: the rank has launched fewer collectives than another rank. `dead`: its process has died.
+    `silent`: it does not answer NCCL."""
     op: str = ""
-    """Kind of collective in which the rank is behind, such as `AllReduce`."""
+    """Kind of collective in which the rank is behind, such as `AllReduce`; empty if the rank is dead or
+    silent."""
     begun: Int | None = None
-    """Number of these collectives that the rank has launched, or None if it does not answer."""
+    """Number of these collectives that the rank has launched, or None if the rank is dead or silent."""
     others: Int | None = None
-    """Number of these collectives that most other ranks have launched."""
+    """Number of these collectives that the most advanced ranks have launched, or None if the rank is dead or
+    silent."""
 
 
 class Communicator(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,9 +163,9 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
     hash: str
     size: Int
     ranks: tuple[CommunicatorRank, ...]
-    """The ranks whose state differs from the state of most ranks."""
+    """The ranks that are behind, dead or silent, up to a limit."""
     others: tuple[tuple[str, Int], ...]
-    """(IP address, process id) of the ranks whose state does not differ."""
+    """(IP address, process id) of the ranks that are not behind, dead or silent."""
 
 
 class RayCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +206,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """The engines in this process, and those that it queries over HTTP."""
     collectives: Collectives | None = None
     communicators: tuple[Communicator, ...] = ()
-    """The communicators of the whole job that NCCL's RAS service reports. At most two ranks ask for them."""
+    """The communicators of the whole job that NCCL's RAS service reports. At most two ranks query the
+    service."""
     addresses: tuple[str, ...] = ()
     """IP addresses of the host, by which NCCL's RAS service identifies it."""
     ray_calls: tuple[RayCall, ...] = ()

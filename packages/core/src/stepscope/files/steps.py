@@ -185,7 +185,8 @@ ALONE = 3
 
 
 def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
-    """Return the steps to compare a captured step with: steps of its kind, or all steps if there are none.
+    """Return the steps to compare a captured step with: steps of its kind, or steps of all kinds if there are
+    none of its kind.
 
     Warm-up steps are left out. The first step after each capture is left out if enough other steps remain.
     """

@@ -236,7 +236,7 @@ _making = Lock()
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file. Refuse others: a read of a pipe could block, and a device may have no end.
+    """Open a regular file and nothing else: a read of a pipe could block, and a device may have no end.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.

@@ -1,8 +1,8 @@
 """stepscope inside verl: a backend of its `Tracking`, and a tool of its `DistProfiler`.
 
 Since 0.9, importing verl imports this module too, because it is an entry point of the group `verl.plugins`.
-For older versions, set VERL_USE_EXTERNAL_MODULES to this module. The preset `verl` imports it too. It does
-not import verl: each part is added when verl imports the module that the part extends.
+For older versions, set VERL_USE_EXTERNAL_MODULES to this module. The preset `verl` imports this module too.
+The module does not import verl: each part is added when verl imports the module that the part extends.
 
 If verl's configuration selects stepscope, the trainer publishes stepscope's configuration for the Ray job in
 Ray's key-value store, which all nodes can reach. A process of the job that imports verl later takes the
@@ -203,7 +203,9 @@ def _trace_state(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> AbstractContextManager[None]:
-    """Return verl's annotation, within a span if annotations are on and a capture is open."""
+    """Return verl's annotation. If annotations are on and a capture is open, the annotation is within a span,
+    perhaps the preset's.
+    """
     theirs = trace(*args, **kwargs)
     if slot.active is None or not logger.enabled():
         return theirs
@@ -218,7 +220,9 @@ def _trace_state(
 
 
 def _is_open(role: str | None, stage: str) -> bool:
-    """Return whether a span of the same role and stage is open in this task, which the preset has opened."""
+    """Return whether a span of the same role and stage is open in this task, because the preset has opened
+    it.
+    """
     scope: Any = current.get()
     while scope is not None:
         if (getattr(scope, "role", None), getattr(scope, "stage", None)) == (role, stage):

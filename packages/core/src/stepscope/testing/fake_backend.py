@@ -25,7 +25,7 @@ class FakeBackend:
         self.fails_to_start = False
         """True to make `start` fail after it has locked the process."""
         self.lacks: str | None = None
-        """Value of `PendingArtifact.lacking` in the backend's recordings."""
+        """Value of `PendingArtifact.lacking` in the backend's recordings, or None."""
         self._window: Window | None = None
         self._events: list[str] = []
 

@@ -112,7 +112,7 @@ class FakeProcess:
     settings: tuple[FrameworkSettings, ...] = ()
     closed_ns: int | None = None
     imported_at_ns: int | None = None
-    """Time at which the process had imported stepscope, or None for a file that does not tell."""
+    """Time at which the process had imported stepscope, or None for a manifest without this time."""
     _records: list[Open] = field(default_factory=list)
     _series: list[counter_files.Series] = field(default_factory=list)
     _samples: list[counter_files.Sample] = field(default_factory=list)
@@ -162,7 +162,7 @@ class FakeProcess:
         self, name: str, values: Mapping[int, float], *, of: str = "", unit: str = "",
         kind: CounterKind = "level", scope: CounterScope = "process",
     ) -> None:  # fmt: skip
-        """Record the samples of a counter, {time: value}."""
+        """Record the samples of a counter: {time in ns after the opening of the capture: value}."""
         number = len(self._series)
         self._series.append(
             counter_files.Series(series=number, name=name, of=of, unit=unit, how=kind, scope=scope)

@@ -172,8 +172,9 @@ class TorchBackend:
     def stop(self) -> list[PendingArtifact]:
         """End the window. Return one artifact, or one for each cycle of a schedule.
 
-        If the window belongs to the main thread, which may be in C code, another thread waits up to 1 s for
-        it. Then it returns an artifact whose `write` continues to wait, up to `budget.export_seconds`.
+        If the window belongs to the main thread, which may be in C code, a call from another thread waits up
+        to 1 s for it. After 1 s it returns an artifact whose `write` continues to wait, up to
+        `budget.export_seconds`.
 
         Raises:
             BackendError: nothing was recorded. The message has the reason.
@@ -260,7 +261,7 @@ def _verify(path: Path) -> None:
 
 
 def _full(folder: Path) -> str:
-    """Return words for an error about the free space in `folder`, after torch could not write there."""
+    """Return the end of an error message: the free space in `folder`, where torch could not write."""
     try:
         disk = os.statvfs(folder)
     except ours(OSError) as error:

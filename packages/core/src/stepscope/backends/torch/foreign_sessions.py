@@ -82,7 +82,8 @@ def busy() -> str | None:
 
 
 def running(on_this_thread: bool) -> bool:
-    """Return whether a session is running. Check before a stop: stopping a session that has ended segfaults.
+    """Return whether a session is running. Call this before a stop, because stopping a session that has ended
+    segfaults.
 
     Args:
         on_this_thread: True for a session of the calling thread, False for any session of this process.

@@ -157,8 +157,8 @@ def _watch_scopes() -> None:
 
 
 def _watch_sessions() -> None:
-    """Patch the innermost Python functions that start and stop a session, because scopes may open until they
-    run.
+    """Patch the innermost Python functions that start and stop a session, because scopes may open until these
+    functions run.
     """
     from torch.autograd import profiler
 

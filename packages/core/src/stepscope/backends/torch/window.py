@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _COMPILER = "_inductor"
 _SWITCH = "TORCHINDUCTOR_CUDAGRAPHS"
-"""Environment variable that sets the compiler switch that torch reads in `prepare_trace`."""
+"""Environment variable of the compiler switch, which torch reads in `prepare_trace`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[
 
 
 def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
-    """Return the experimental options of torch.profiler to switch on."""
+    """Return the experimental options of torch.profiler to switch on: {name: True}."""
     import torch
     from torch._C._profiler import _ExperimentalConfig
 
@@ -193,7 +193,7 @@ def leave_without_destructors() -> None:
     """
     library = _library()
     if hasattr(library, "on_exit"):
-        # Exit() calls this with its status, before functions that were registered earlier.
+        # `exit` calls `_exit` with its status, before the functions that were registered earlier.
         library.on_exit(library._exit, None)
 
 
@@ -205,13 +205,14 @@ def _library() -> ctypes.CDLL:
 kineto_has_started = False
 """True once the slow first start of Kineto has happened in this process. One writer: this module."""
 _OPERATORS_END_S = 0.1
-"""Pause between the stop of a session of all threads and the next start. A tenth of this pause is also made
-before the stop."""
+"""Pause in seconds between the stop of a session of all threads and the next start. Before the stop, the
+pause is a tenth as long."""
 _all_threads_stopped = 0.0
-"""Monotonic time of the last stop of a session of all threads. One writer: this module."""
+"""Monotonic time in seconds of the last stop of a session of all threads. One writer: this module."""
 _INTERRUPTED = "interrupted while it was being stopped"
 _parents: list[object] = []
-"""Profiles of the parent, kept alive in a forked child, because their destruction would touch the session."""
+"""Profiles of the parent, kept alive in a forked child, because their destruction would touch the parent's
+session."""
 
 
 @dataclass
@@ -261,8 +262,8 @@ class TorchWindow(ScheduledWindow[Recorded]):
     def advance_in_backward(self) -> None:
         """Count a mini-batch that ends within a backward pass. May be called from any thread.
 
-        A session cannot stop in a backward pass (docs/torch-traps.md), so the next `advance` outside of it
-        changes the phase.
+        A session cannot stop in a backward pass (docs/torch-traps.md), so the phase changes at the next
+        `advance` outside of a backward pass.
         """
         self._mini_batch += 1
         self._backward_call = (
@@ -377,7 +378,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
 
 
 def forget() -> TorchWindow | None:
-    """Drop the parent's window in a forked child, and return it if there is one."""
+    """Drop the parent's window in a forked child. Return the window, or None if there is none."""
     window, TorchWindow.current = TorchWindow.current, None
     if window is not None:
         _parents.append(window._profile)
@@ -396,7 +397,8 @@ def _started(profile: Profile) -> bool:
 
 
 def _stop_all_threads(profile: Profile) -> str | None:
-    """Stop a session of all threads, with pauses for operators that run on other threads.
+    """Stop a session of all threads, with pauses for operators that run on other threads. Return as `_stop`
+    does.
 
     An operator writes into freed memory if it begins while torch ends the session, or ends in the next
     session (docs/torch-traps.md).
