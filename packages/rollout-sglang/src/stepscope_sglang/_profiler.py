@@ -62,7 +62,7 @@ class SglangProfiler(ReplicaProfiler):
         has values.
 
         If there are several engines in this process, only the counters of the engine's schedulers are read,
-        because SGLang sums the counters of all front ends in a process.
+        because SGLang adds up the counters of all front ends in a process.
         """
         manager, facts, pids = weakref.ref(self._target.manager), self.facts, self._target.pids()
 
@@ -91,7 +91,7 @@ class SglangProfiler(ReplicaProfiler):
         try:
             yield
         finally:
-            if self._target.waited_until == until:  # else a later caller has set another time
+            if self._target.waited_until == until:  # a later caller may have set another time
                 self._target.waited_until = 0.0
 
     def _targets(self) -> Sequence[tuple[Target, str | None]]:

@@ -43,8 +43,8 @@ SCOPED_BATCHES_SINCE = "0.5.14"
 """First version in which `run_batch` is a `record_function`. The profiles of stages end and begin inside
 `run_batch`."""
 DP_ATTENTION_SINCE = "0.5.10"
-"""First version whose profiler starts under DP attention. In older versions, a start reaches one of several
-schedulers and is never answered."""
+"""First version whose profiler starts under DP attention. In older versions, a start reaches only one of
+several schedulers, and the caller gets no answer."""
 DECODE_SERVER_BY_STAGE_SINCE = "0.5.21"
 """First version in which a decode server survives captures by stage. In older versions, its placeholder
 batches kill the scheduler."""
@@ -56,7 +56,7 @@ class Dialect(NamedTuple):
     """The form of the call that starts the profiler of one TokenizerManager."""
 
     as_object: bool
-    """True if `start_profile` takes a `ProfileReq` (0.5.15 and later), False if it takes keywords."""
+    """True if `start_profile` accepts a `ProfileReq` (0.5.15 and later), False if it accepts keywords."""
     options: frozenset[str]
 
 

@@ -113,7 +113,7 @@ class ServerTarget:
         if not self._dialect.guarded:
             frontends = await asyncio.to_thread(engine_folder.of_frontends, self.folder)
             if frontends - self._frontends:
-                return {}  # others stopped the profiler; before vLLM 0.31, a second stop ends the server
+                return {}  # other code stopped the profiler; before vLLM 0.31, a second stop ends the server
         answer = await self._server.request("POST", "/stop_profile")  # may take minutes; the caller limits it
         self._refuse_failure("stop_profile", answer)
         if self._below:
@@ -199,7 +199,8 @@ class VllmServer(ReplicaProfiler):
         )
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
         self._below = False
-        """True if the server may write to a folder in `_folder`. The capture's files then show which."""
+        """True if the server may write to a folder in `_folder`. The capture's files then show which
+        folder."""
         self._direct = False
         """True if the server is known not to be a router."""
         self._version = "unknown"

@@ -56,7 +56,7 @@ class Dialect(NamedTuple):
     bounds: bool
     """True if a start accepts `delay_iterations` and `max_iterations`."""
     guarded: bool
-    """True if a second start raises an error; False if it is ignored silently."""
+    """True if a second start raises an error; False if a second start is ignored silently."""
 
 
 def dialect_of(parameters: Collection[str]) -> Dialect:
@@ -122,7 +122,7 @@ def since(option: str) -> str:
 
 
 def fields_of(config: object) -> Mapping[str, object]:
-    """Return the settings of an engine's `ProfilerConfig` as a mapping."""
+    """Return {name of a field: value} of an engine's `ProfilerConfig`."""
     names = getattr(type(config), "__dataclass_fields__", {})
     return {name: getattr(config, name) for name in names}
 

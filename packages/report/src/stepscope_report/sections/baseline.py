@@ -16,8 +16,8 @@ from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import is_running
 
 ENOUGH = 5
-"""Least number of uncaptured steps that a step is compared with. With fewer, the report says that they are
-too few."""
+"""Least number of uncaptured steps for a comparison. If fewer are known, the report says that their number is
+too small."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,9 +27,9 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: tuple[int, ...]
     """Numbers of the uncaptured steps. The first step after a capture may be slowed by the writing of traces.
-    It is included only if there are fewer than `ALONE` other steps."""
+    That step is included only if there are fewer than `ALONE` other steps."""
     alike: bool
-    """False if no step near the captured one is of its kind, so that `steps` are of other kinds."""
+    """True if `steps` are of the captured step's kind. False if no uncaptured step of that kind is near."""
     min_ns: int
     p50_ns: int
     """Median duration of the uncaptured steps, in ns."""
@@ -48,7 +48,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Median time between the end of an uncaptured step and the start of the next one: data loading,
     evaluation, or other work of the framework. None if no two uncaptured steps are consecutive."""
     between_p90_ns: int | None
-    """90th percentile of the times of `between_ns`."""
+    """90th percentile of the times whose median is `between_ns`. None if `between_ns` is None."""
     before_ns: int | None
     """Time from the end of the previous step to the opening of this capture. None if the previous step was
     not recorded."""
@@ -90,15 +90,15 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
 
 
 def between_near(timeline: Timeline) -> int | None:
-    """Return the median time between consecutive uncaptured steps near this one, or None if no two are
-    consecutive.
+    """Return the median time between consecutive uncaptured steps near this one, in ns. None if no two of
+    these steps are consecutive.
     """
     times = _between(timeline)
     return middle(times) if times else None
 
 
 def _between(timeline: Timeline) -> list[int]:
-    """Return the times between consecutive uncaptured steps near this one, in ascending order."""
+    """Return the times between consecutive uncaptured steps near this one, in ns, in ascending order."""
     near = {step.step: step for step in timeline.uncaptured if step.step != timeline.step}
     return sorted(
         max(0, near[number + 1].start_ns - step.start_ns - step.dur_ns)
@@ -118,8 +118,8 @@ def _cost_ns(breakdown: Breakdown) -> int:
 
 
 def _whole(timeline: Timeline) -> bool:
-    """Return True if the recording lasted until the end of the step: no exception and no budget ended the
-    recording before.
+    """Return True if the recording lasted until the end of the step. False if an exception or a budget ended
+    the recording before.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     cut = any(part.ended_by is not None or is_truncated(part) for part in parts if part.owner)
@@ -150,7 +150,7 @@ def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
 
 
 def say_beside(baseline: Baseline | None) -> str:
-    """Return how the captured step compares with the uncaptured ones. Empty if there is no baseline."""
+    """Return the comparison of the captured step with the uncaptured steps. Empty without a baseline."""
     if baseline is None:
         return ""
     if baseline.excess_ns is None:
@@ -175,7 +175,9 @@ def say_beside(baseline: Baseline | None) -> str:
 
 
 def say_between(baseline: Baseline | None) -> str:
-    """Return the time between two steps, which belongs to no step. Empty if it is below 1 % of a step."""
+    """Return the median time between two steps and the time before this step, as text. Empty if both times
+    are below 1 % of a step, or if the median is unknown.
+    """
     if baseline is None or baseline.between_ns is None:
         return ""
     ns, before_ns = baseline.between_ns, baseline.before_ns
@@ -186,7 +188,7 @@ def say_between(baseline: Baseline | None) -> str:
 
 
 def _few(steps: int) -> str:
-    """Return the subject and verb of `Two uncaptured steps are too few`, for any number of steps."""
+    """Return the beginning of `Two uncaptured steps are too few`, up to the verb, for any number of steps."""
     word = ("No", "One", "Two", "Three", "Four")[steps] if steps < 5 else f"{steps:,}"
     return f"{word} uncaptured step{' is' if steps == 1 else 's are'}"
 

@@ -44,30 +44,30 @@ class BatchSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batches(msgspec.Struct, frozen=True, kw_only=True):
-    """Forward passes of one engine of a replica."""
+    """Forward passes of one engine of a replica, summed up over the step."""
 
     replica: int
     dp: int | None
     """Number of the data-parallel engine, or None if the replica has one engine."""
     passes: int
     dropped: int
-    """Number of passes that the recorder did not keep, because there were more than the setting
-    `engine.passes`."""
+    """Number of passes that the recorder did not keep, because more passes ran than the setting
+    `engine.passes` allows."""
     requests: int
     linked: int
-    """Number of requests that a recorded span of a trajectory names."""
+    """Number of requests that are named by a recorded span of a trajectory."""
     preemptions: int
     busy_ns: int
     """Time in which a pass ran, in ns."""
     prefill_ns: int
     """Time in passes that only prefilled. `sizes` does not contain these passes."""
     held_ns: int
-    """The part of `prefill_ns` in which other requests that were already decoding had to wait."""
+    """Part of `prefill_ns` in which other requests, already decoding, had to wait."""
     waiting_ns: int
     """Sum of the durations of passes during which requests waited in the engine's queue."""
     limit: int | None
-    """Number of requests that ran in every pass during which others waited: the engine's limit. None if the
-    number varied, or if no request ever waited."""
+    """The engine's limit of running requests: the number that ran in each pass during which other requests
+    waited. None if the number varied, or if no request ever waited."""
     demand: int
     """Largest number of requests that were running or waiting at the same time."""
     kv_use: float | None
@@ -193,8 +193,8 @@ def _rows(engine: Batches) -> Iterator[tuple[str, ...]]:
 
 
 def thin_end(batches: Sequence[Batches]) -> tuple[int, str] | None:
-    """Return the end of the rollout in which every engine ran fewer than `FEW` requests per pass, as (ns,
-    sentence). None if there is no such end, or if no engine ever ran more.
+    """Return (duration in ns, sentence) of the end of the rollout in which every engine ran fewer than `FEW`
+    requests per pass. None if there is no such end, or if no pass had at least `FEW` requests.
     """
     thin_ns = min((engine.thin_ns for engine in batches), default=0)
     if not 0 < thin_ns < batches[0].rollout_ns:

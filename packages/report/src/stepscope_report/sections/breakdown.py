@@ -56,7 +56,8 @@ class Stretch(NamedTuple):
     start_ns: int
     end_ns: int
     before: int | None
-    """Index of the interval that ended when the stretch began; None if the window began then."""
+    """Index of the interval that ended when the stretch began; None if the window began then. `after` is the
+    index of the interval that began when the stretch ended; None if the window ended then."""
     after: int | None
 
     @property
@@ -80,7 +81,7 @@ def find_stretches(intervals: Sequence[Interval], start_ns: int, end_ns: int) ->
 
 
 def _sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap, ...]:
-    """Add up gaps (before, after, ns) with the same two stages around them; the longest sum comes first."""
+    """Add up the gaps (before, after, ns) between the same two stages. The longest sum comes first."""
     wall_ns, numbers = Counter[tuple[Label | None, Label | None]](), Counter[object]()
     for before, after, ns in gaps:
         wall_ns[before, after] += ns
@@ -108,9 +109,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the breakdown: a stage, the profiler, or unaccounted time."""
 
     kind: LineKind
-    """Kind of the line. `profiler`: time in which an engine served nothing because its own profiler started
-    or wrote, and time in which the profilers of single stages were started or stopped. `unaccounted`: time in
-    which no span ran."""
+    """Kind of the line. Only a line of the kind `stage` has `role` and `stage`. `profiler`: time in which an
+    engine served nothing because its own profiler started or wrote, and time in which the profilers of single
+    stages were started or stopped. `unaccounted`: time in which no span ran."""
     role: str | None = None
     stage: str | None = None
     wall_ns: int
@@ -119,8 +120,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     alone_ns: int
     """Part of `wall_ns` in which no other stage ran."""
     active_ns: int
-    """Time in which the stage ran, whether alone or not. The difference to `wall_ns` was attributed to other
-    stages."""
+    """Time in which the stage ran, whether alone or not. The time by which `active_ns` exceeds `wall_ns` was
+    attributed to other stages."""
     waits: bool = False
     """True if the stage only waits. Its time counts only where no other stage works."""
     outside_engine: bool = False
@@ -129,8 +130,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages that ran at the same time, and the time for which they did. Each gets an equal part of that
-    time.
+    """Stages that ran at the same time. `wall_ns` is the time for which exactly these stages ran; each stage
+    gets an equal part of this time.
     """
 
     stages: tuple[Label, ...]
@@ -161,8 +162,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     stalled_ns: int = 0
     """Part of the step in which an engine's requests waited for the engine's own profiler."""
     stalled_most_ns: int = 0
-    """Upper bound of `stalled_ns`. It counts requests whose spans name no replica as if each had waited for a
-    replica whose profiler was writing."""
+    """Upper bound of `stalled_ns`. Requests whose spans name no replica are counted as if each request had
+    waited for a replica whose profiler was writing."""
     left_out: tuple[str, ...]
     """Names of processes with an unaligned clock. No line contains their spans, because the place of these
     spans in the step is unknown."""
@@ -210,8 +211,8 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
 
 
 def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
-    """Give the stretches between the trainer's and the engine's end of a weight sync to a stage `TRANSFER`.
-    Return the other stretches, which remain unaccounted.
+    """Attribute each stretch between the trainer's part and the engine's part of a weight sync to the stage
+    `TRANSFER`, by a change of `shares`. Return the other stretches, which remain unaccounted, as gaps.
     """
 
     def label_of(index: int | None) -> Label | None:
@@ -368,9 +369,9 @@ OVERVIEW_NOTES = (
 
 
 def overview_cells(report: StepReport) -> tuple[str, ...]:
-    """Return the step's cells in the overview of a run. They are the durations of the step, of an uncaptured
-    step, and of the capture's opening and closing, the unaccounted share, and whether the step is complete
-    (`yes` or `no`).
+    """Return the step's cells in the overview of a run. Three durations come first: the step, the median
+    uncaptured step, and opening plus closing. Then comes the unaccounted share. The last cell is `yes` for a
+    complete step, else `no`; `, ended early` is added if an exception ended the step.
     """
     breakdown, health = report.breakdown, report.health
     usual_ns = None if report.baseline is None else report.baseline.p50_ns
@@ -389,7 +390,7 @@ def say_outside(breakdown: Breakdown) -> str:
 
 
 def remark(line: Line) -> str:
-    """Return the remark behind a stage's name: ` (waiting)`, ` (outside the engine)`, or nothing."""
+    """Return the remark behind a stage's name: ` (waiting)`, ` (outside the engine)`, or an empty text."""
     return " (waiting)" if line.waits else " (outside the engine)" if line.outside_engine else ""
 
 
@@ -413,8 +414,8 @@ SMALL = 1000
 
 
 def smaller_stages(breakdown: Breakdown) -> list[Line]:
-    """Return the stages that share one bar: stages below 1 / `SMALL` of the step, and all after the first
-    `LINES`.
+    """Return the stages that share one bar: stages below 1 / `SMALL` of the step, and all stages after the
+    first `LINES`. Empty for a single such stage, which gets a bar of its own.
     """
     stages = [line for line in breakdown.lines if line.kind == "stage"]
     small = [

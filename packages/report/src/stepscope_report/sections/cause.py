@@ -1,8 +1,8 @@
 """The cause of a slow step, as one sentence: the first line of a report.
 
 `suspects.suspects_of` finds suspects within the step. `explain` compares the step with captured steps near it
-(`near`) and with uncaptured ones (`baseline`), adds stages that took longer than there, and orders all
-suspects. `Holds.unless_held` drops a suspect whose calls may only have lacked a free core, or names the
+(`near`) and with uncaptured steps (`baseline`), adds stages that took longer than in those steps, and orders
+all suspects. `Holds.unless_held` drops a suspect whose calls may only have lacked a free core, or names the
 program that took the cores. `step_cause` makes the first suspect the cause.
 
 This file is longer than 500 lines because the choice of a cause and its sentence belong together.
@@ -46,9 +46,9 @@ OTHERS = 4
 """Largest number of further causes that a report keeps."""
 _LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-collective"})
 _SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
-"""Kinds that are never normal, even if the neighbouring steps have them too."""
+"""Kinds of suspects that stay suspects even if the neighbouring steps have the same suspects."""
 _NOT_OF_CORES: frozenset[CauseKind] = frozenset({"slow-host", "between-steps", "profiler"})
-"""Kinds that are kept, besides `_SURE`, if a lack of cores may explain the step's excess."""
+"""Kinds of suspects that are kept, besides `_SURE`, if a lack of cores may explain the step's excess."""
 
 
 class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,11 +72,12 @@ class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
     took_ns: int | None
     """Time of the slow part, or None if no span measures it."""
     usual_ns: int | None
-    """Usual time of the same work, or None if unknown. `sentence` says what it was compared with."""
+    """Usual time of the same work, or None if unknown. `sentence` names the calls or steps that it comes
+    from."""
     process: CauseProcess | None
     role: str | None
     stage: str | None
-    """The stage, or the name of a tool."""
+    """The stage, or the name of a tool. None, as `role` is, if the cause is no stage."""
     trajectory: str | None
     turn: int | None
     sentence: str
@@ -95,7 +96,8 @@ class Explained(NamedTuple):
 
     suspects: Sequence[Suspect]
     unexplained_ns: int | None
-    """Part of `excess_ns` that no stage explains. None if there is no step to compare with."""
+    """Part of `excess_ns` that no suspect explains. None, as `usual_ns` and `excess_ns` are, if there is no
+    step to compare with."""
     usual_ns: int | None
     excess_ns: int | None
     steps: Sequence[int]
@@ -113,7 +115,7 @@ def explain(
 ) -> Explained:
     """Return the suspects of a step, in order of importance.
 
-    They come from similar calls within the step and from comparison with neighbouring steps.
+    Suspects come from a comparison of similar calls within the step, and from neighbouring steps.
 
     Args:
         suspects: Suspects found within the step alone.
@@ -141,8 +143,8 @@ def explain(
         grown = [one for one in grown if not _may_lack_cores(one, path, holds)]
     blocks = [one for one in found if one.kind == "event-loop"]
     within = list(_late_outside(found, path, near)) if near else found
-    """Suspects within the step that count as an explanation of its excess. Captured neighbours may have the
-    same suspects."""
+    """Suspects within the step that count as an explanation of the step's excess. If there are captured
+    neighbours, few suspects count, because the neighbours may have the same suspects."""
     host = holds.busy_host(path)
     grown = [one for one in _joined(grown) if not _stood_still(one, found)]
     known = any(
@@ -181,8 +183,8 @@ def explain(
 
 
 def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Yield the ranks that were late because they were in no span for longer than in the captured
-    neighbouring steps.
+    """Yield the suspects for late ranks whose delay is explained by time in no span, as far as this time is
+    longer than in the captured neighbouring steps.
     """
     longer_ns = near_step(path).outside_ns - middle(step.outside_ns for step in near)
     return (
@@ -193,8 +195,8 @@ def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearS
 
 
 def _may_lack_cores(grown: Suspect, path: StepPath, holds: Holds) -> bool:
-    """Return True if a lack of cores may be half of the growth of a top stage, in any process that the step
-    waited for during the stage.
+    """Return True if a lack of cores may explain at least half of the growth of a top stage, in any process
+    that the step waited for during the stage.
     """
     return holds.may_lack_ns(path, grown.within) * 2 >= grown.longer_ns
 
@@ -202,8 +204,8 @@ def _may_lack_cores(grown: Suspect, path: StepPath, holds: Holds) -> bool:
 def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int | None]:
     """Return (stage, ns on the critical path) of the stage with the most time on the path.
 
-    Return (None, None) if the time is below `least_ns`, or if uncaptured steps record this stage, because it
-    is a top span of the owner.
+    Return (None, None) if the time is below `least_ns`, or if the stage is a top span of the owner: the usual
+    time of such a stage is known from uncaptured steps.
     """
     times, known = near_step(path).path_ns, top_stages(path.graph.timeline)
     label = max(times, key=lambda label: times[label], default=None)
@@ -241,7 +243,9 @@ def _stood_still(grown: Suspect, found: Sequence[Suspect]) -> bool:
 
 
 def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
-    """Return the suspects, with all stages that took longer because of preempted requests joined into one."""
+    """Return the suspects. All suspects for preempted requests are joined into one suspect, which comes
+    first.
+    """
     preempted = [one for one in grown if one.kind == "preemption"]
     if not preempted:
         return list(grown)
@@ -251,7 +255,9 @@ def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
 
 
 def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
-    """Yield the time since the previous step, if it is longer than nine tenths of the times between steps."""
+    """Yield a suspect for the time since the previous step, if this time is longer than nine tenths of the
+    times between steps.
+    """
     if baseline is None or baseline.before_ns is None or not baseline.between_ns:
         return
     before_ns, usual_ns, most_ns = baseline.before_ns, baseline.between_ns, baseline.between_p90_ns or 0
@@ -298,15 +304,17 @@ def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearSt
 
 
 def _is_known(grown: Suspect, found: Sequence[Suspect], within: Sequence[Suspect]) -> bool:
-    """Return True if another suspect already explains half of a stage's growth: any suspect in `within`, or
-    one of the same stage in `found`.
+    """Return True if another suspect already explains half of a stage's growth: any suspect in `within`, or a
+    suspect of the same stage in `found`.
     """
     half = any((one.ns or 0) * 2 >= grown.longer_ns for one in within)
     return half or any(one.label == grown.label and one.longer_ns * 2 >= grown.longer_ns for one in found)
 
 
 def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Yield the stages that have more time on the critical path than in the captured neighbouring steps."""
+    """Yield a suspect for each stage with more time on the critical path than in the captured neighbouring
+    steps.
+    """
     timeline, graph = path.graph.timeline, path.graph
     own, names = near_step(path), ToolNames(timeline)
     steps = numbers(step.step for step in near)
@@ -364,8 +372,8 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
 
 
 def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence[NearStep]) -> list[int]:
-    """Return the processes in which a stage grew by at least half as much as in the process with the most
-    growth.
+    """Return the indices of the processes in which a stage grew by at least half of the largest growth. Empty
+    if the stage grew in no process.
     """
     grew = {
         index: own.rank_ns[label, process.name]
@@ -380,7 +388,8 @@ def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence
 def _grown_at_the_top(
     path: StepPath, baseline: Baseline | None, except_of: Set[str] = frozenset()
 ) -> Iterator[Suspect]:
-    """Yield the owner's top stages that took longer than in the uncaptured neighbouring steps.
+    """Yield a suspect for each top stage of the owner that took longer than in the uncaptured neighbouring
+    steps.
 
     A stage's growth counts up to the stage's time on the critical path. For a stage that only waits the whole
     growth counts, because the critical path does not run through waits.
@@ -412,7 +421,8 @@ def _grown_at_the_top(
             suspect = Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
             yield suspect._replace(within=tuple(extents[name]))
             continue
-        # The whole stage took less in the neighbours than this part takes here: the difference is growth.
+        # In the neighbours the whole stage took less than this part of the stage takes in this step, so the
+        # difference is growth.
         label, process, part_ns = part
         grew_ns = part_ns - usual_ns
         beside = f"in all of {role} {stage} {beside}"
@@ -592,8 +602,8 @@ def _where(timeline: Timeline, suspect: Suspect) -> str:
 
 
 def _waited(suspect: Suspect) -> str:
-    """Return the clause on how much shorter the step would be. Empty if that equals the growth of the slow
-    part.
+    """Return the clause on how much shorter the step would be, and on the stage in which other ranks waited.
+    Without such a stage, empty if the step would be shorter by about the growth of the slow part.
     """
     if suspect.ns is None:
         return "; whether the step waited for it is not known"
@@ -639,8 +649,8 @@ def _suspects(sources: Sources) -> list[Suspect]:
 
 
 def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
-    """Yield the rank that others waited for in the collectives of their traces, unless its process is in
-    `known`.
+    """Yield a suspect for the rank that another rank waited for in collectives, as traces show. Nothing if
+    the process of the awaited rank is in `known`.
     """
     if not sources.activities:
         return
@@ -659,8 +669,8 @@ def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
 
 
 def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:
-    """Yield the processes on the critical path that were stopped by a blocked event loop or by Python's
-    garbage collector.
+    """Yield a suspect for each process on the critical path that was stopped by a blocked event loop or by
+    Python's garbage collector.
     """
     if counters is None:
         return
@@ -712,7 +722,7 @@ UNEXPLAINED = Section(
 
 
 def cause_of(timeline: Timeline, near: Sequence[NearStep] = ()) -> Cause | None:
-    """Return the cause of a slow step, the same as in its report.
+    """Return the cause of a slow step, the same as in the step's report. None if there is no suspect.
 
     Args:
         near: Other captured steps of the same kind, from `Neighbours`.

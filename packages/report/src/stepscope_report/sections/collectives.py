@@ -38,8 +38,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     reach: Reach | None
     """Distance of the group's ranks: on one host or on several. None if the host of some rank is unknown."""
     host: str | None
-    """The host of the group's ranks if they are all on one host, else None. None also if its name is
-    unknown."""
+    """The host of the group's ranks. None if the ranks are on several hosts, or if the host is unknown."""
     bytes: int
     """Size of a call in bytes, as nccl-tests counts it. For a gather or an all-gather, this is the size that
     a rank has at the end; for other operations, the size that a rank has at the start."""

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from stepscope_report.sections import Page
 
 _CLOSE_NS = 10_000_000
-"""Two times that are at most this far apart (10 ms) count as the same time. The time of a sample is taken
-shortly before its values are read."""
+"""Largest difference, in ns, of two times that count as the same time. A sample's time is read shortly before
+the sample's values."""
 
 
 class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +95,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
     """Rows by process, and within a process in the order of the first samples."""
     late_loops: Table[LateLoop] = Table()
-    """Event loops that were late by more than 100 ms, the latest first. A loop is not late if the only call
-    on its thread blocked it, because then no recorded call waited."""
+    """Event loops that were late by more than 100 ms, the latest first. A loop is left out if it was blocked
+    by the only call on its thread, because then no recorded call waited."""
     busy_hosts: Table[BusyHost] = Table()
     """Hosts whose cores were all busy, by load, the highest first."""
     idle_devices: Table[IdleDevice]
@@ -104,7 +104,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(NamedTuple):
-    """A value and the time for which it holds: the time since the previous sample."""
+    """A value, and the time for which the value holds: from the previous sample to the value's own sample."""
 
     start_ns: int
     end_ns: int
@@ -157,9 +157,10 @@ def say_busy_host(host: BusyHost) -> str:
 
 
 def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
-    """Return a counter's values within the step. The counter's first sample has a length of 0.
+    """Return a counter's values within the step, in order of time. The counter's first value has no duration.
 
-    All values of a process with an unaligned clock are returned, because their place in the step is unknown.
+    If the clock of the process is unaligned, all values are returned, because their place in the step is
+    unknown.
     """
     times = counter.times_ns
     pieces = map(Piece, (*times[:1], *times), times, counter.values)
@@ -176,10 +177,10 @@ def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
 
 
 def requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
-    """Return the stretches in which a replica had requests. None if no counter was sampled for that.
+    """Return the stretches in which a replica had requests. None if no counter of its requests was sampled.
 
-    The counter of unanswered requests in the replica's front end is preferred, because it includes requests
-    that the scheduler does not know yet. The last value holds until the end of the step.
+    The counter of unanswered requests in the replica's front end is preferred, because that counter
+    includes requests that have not reached the scheduler. The last value holds until the end of the step.
 
     Args:
         number: Number of the replica.
@@ -229,7 +230,7 @@ def _row(counter: Counter, pieces: Sequence[Piece], timeline: Timeline) -> Count
 
 
 def _at_start(counter: Counter, timeline: Timeline) -> float:
-    """Return the counter's last value before the step, or its first value if there is none before."""
+    """Return the counter's last value before the step, or else its first value."""
     earlier = [
         value
         for at_ns, value in zip(counter.times_ns, counter.values, strict=True)
@@ -263,7 +264,7 @@ class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
     """(role, stage) of the call that blocked the loop: the call that the sampler saw, else the innermost call
     that ended when the loop ran again. None if neither is known."""
     line: str = ""
-    """Source line that blocked the loop: `tools.py:33`. Empty if the sampler did not see it."""
+    """Source line that blocked the loop: `tools.py:33`. Empty if the sampler did not see the line."""
 
 
 def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
@@ -411,8 +412,8 @@ NOTE = "in the step: growth of a counter that only grows."
 
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
-    """Yield the table of counters. If there are more than `LISTED` rows, the table has only the highest row
-    of each counter.
+    """Yield the table of counters, or nothing if no counter was sampled. If there are more than `LISTED`
+    rows, the table has only the highest row of each counter.
     """
     if counters is None:
         return
@@ -432,7 +433,7 @@ def _table(rows: Sequence[CounterRow], *notes: str) -> TextTable:
 
 
 def counter_cells(row: CounterRow) -> tuple[str, ...]:
-    """Return the cells of `COLUMNS`."""
+    """Return the cells of a row, in the order of `COLUMNS`."""
     values = (row.least, row.mean, row.most)
     grown = "" if row.increase is None else quantity(row.increase, row.unit)
     if row.increase is not None:  # the level depends on when the process began, so only the growth is shown
@@ -441,7 +442,7 @@ def counter_cells(row: CounterRow) -> tuple[str, ...]:
 
 
 def whose(row: CounterRow) -> str:
-    """Return the owner of a counter: `actor 0`, `GPU 3 of node-a`, `replica 0`."""
+    """Return the owner of a counter: `node-a`, `GPU 3 of node-a`, `actor 0`, or `rollout 0, replica 0`."""
     if row.scope == "host":
         return f"{row.of} of {row.host}" if row.of else row.host
     return f"{row.process}, {row.of}" if row.of else row.process

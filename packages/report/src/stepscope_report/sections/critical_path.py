@@ -43,7 +43,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     kind: PieceKind
     process: str
     role: str | None
-    """Role of the call, or None if no call ran. The same holds for `stage`."""
+    """Role of the call. None, as `stage` is, if no call ran."""
     stage: str | None
     trajectory: str | None = None
     turn: int | None = None
@@ -68,17 +68,17 @@ class PathStage(msgspec.Struct, frozen=True, kw_only=True):
     inside_ns: int
     """Time on the path in calls of the stage, including the calls inside them."""
     saves_ns: int | None
-    """Time by which the step would be shorter if the stage's calls, with all calls inside them, took no time
-    and everything else kept its duration and order. None if unknown, or if the stage has less than a
-    hundredth of the path."""
+    """Time by which the step would be shorter if the stage's calls and all calls inside them took no time.
+    All other calls keep their duration and order. None for a stage with less than 1 / `LEAST` of the step on
+    the path, for stages after the first `ROWS`, and if it is not known what the step waited for."""
     process: str
     """Name of the process with most of `wall_ns`."""
     trajectory: str | None
-    """Trajectory of the stage's longest segment; `turn` is the turn of that segment. None if it has no
-    trajectory."""
+    """Trajectory of the stage's longest segment; `turn` is the turn of that segment. None if the segment has
+    no trajectory."""
     turn: int | None
     parts: tuple[PathPart, ...]
-    """Stages of the calls inside this stage's calls on the path, the longest own time first."""
+    """Stages of the calls that ran inside this stage's calls on the path, the longest own time first."""
 
 
 class PathGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class PathGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
-    """The stretches of time that the step waited for."""
+    """The critical path of a step: at each moment the call that the step waited for."""
 
     not_known_ns: int
     """Time for which the recording does not show what the step waited for."""
@@ -102,11 +102,11 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """The calls that move weights. None if none is on the path."""
     tools_save_ns: int | None = None
     """Upper bound of the time by which the step would be shorter if tools, and waits inside trajectories,
-    took no time. Such waits are included because they may be waits for tools of other trajectories. None if
-    the step has no tools, or if the replay contains none."""
+    took no time. Waits are included because they may be waits for tools of other trajectories. None if the
+    step has no calls of tools, or if the replay contains no such call."""
     queues_save_ns: int | None = None
     """Upper bound of the time by which the step would be shorter without the waits of role `rollout`. None if
-    unknown."""
+    the replay contains no such wait."""
     segments: Table[Segment]
     """The segments of the path from the start of the step to its end."""
 
@@ -215,9 +215,7 @@ def _label(graph: StepGraph, piece: Piece) -> Label | None:
 
 
 def _below(graph: StepGraph, pieces: Sequence[Piece]) -> dict[Label, Counter[Label]]:
-    """Return {stage: {stage inside: own time on the path}}: for each stage the own times of the calls inside
-    its calls.
-    """
+    """Return {stage: {stage of calls inside, or the stage itself: own time of these calls on the path}}."""
     below: dict[Label, Counter[Label]] = defaultdict(Counter)
     for piece in pieces:
         own = _label(graph, piece)
@@ -237,7 +235,7 @@ def _around(graph: StepGraph, node: int) -> set[Label]:
 
 
 def path_marks(path: CriticalPath) -> list[Mark]:
-    """Return the segments of the path as marks of a chart."""
+    """Return the segments of the path, in order of time, as marks of a chart."""
     return [
         Mark(
             NOT_KNOWN if one.kind == "not known" else (one.role or "", one.stage or ""),
@@ -344,9 +342,9 @@ class VainWait(msgspec.Struct, frozen=True, kw_only=True):
 def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
     """Return the waits that were partly in vain, the longest vain time first.
 
-    Waits for roles that recorded no work in this step are left out, and so are collectives, which wait for
-    their last rank. Empty if the clock of a process is
-    unaligned, because that process may have worked.
+    A wait is left out if no role that could end the wait recorded work in this step. Collectives are left
+    out, because they wait for their last rank. Empty if the clock of a process is unaligned, because that
+    process may have worked.
     """
     waiters: dict[Label, dict[str, None]] = defaultdict(dict)
     for span in timeline.spans:
@@ -370,7 +368,7 @@ def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
 
 
 def _waits_ns(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
-    """Return the time of each waiting stage, and the part of that time in vain."""
+    """Return {stage: ns} twice: the time of each waiting stage, and the part of that time in vain."""
     work, window = work_of(timeline, range(len(timeline.spans))), timeline.window
     wall_ns, vain_ns = Counter[Label](), Counter[Label]()
     for start_ns, end_ns, mask in walk(work.intervals, window.start_ns, window.end_ns):
@@ -384,7 +382,7 @@ def _waits_ns(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
 
 
 def _could_end(wait: Label, roles: Iterable[str]) -> bool:
-    """Return True if work of one of the roles could end the wait."""
+    """Return True if work of one of `roles` could end a wait of the stage `wait`."""
     return any(role in ROLLOUT or wait[0] not in ROLLOUT for role in roles)
 
 

@@ -178,7 +178,9 @@ def _cells(row: CudaMemory) -> tuple[str, ...]:
 
 
 def _holders(row: CudaMemory) -> list[tuple[str, ...]]:
-    """Return a table row for each holder, then a row for memory of no listed holder."""
+    """Return a table row for each holder. Then come rows for memory from before the recording and for memory
+    of other holders, if there is any.
+    """
     cells = [
         (size(holder.bytes), f"{holder.blocks:,}", holder.stage or "no span", holder.where or "no stack kept")
         for holder in row.holders

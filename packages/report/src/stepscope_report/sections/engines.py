@@ -72,11 +72,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """True if a profiler recorded the replica and thereby slowed it."""
     source: Source
     """Source of the times and of `running_mean`. `iterations`: the engine's own annotations in its trace.
-    `requests`: the spans `prefill` and `decode` of its requests."""
+    `requests`: the spans `prefill` and `decode` of its requests. A replica that ran nothing has
+    `iterations`."""
     iterations: int | None
     """Number of forward passes with at least one request, over all data-parallel engines."""
     iterations_by_engine: tuple[int, ...]
-    """`iterations` of each data-parallel engine."""
+    """`iterations` of each data-parallel engine that was recorded. Empty with source `requests`."""
     window_ns: int
     """Time from the first to the last work of any replica. All rows have the same value."""
     recorded_ns: int
@@ -92,30 +93,31 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the replica had requests but ran no pass. With source `requests`, time in which all
     requests waited. If the replica ran nothing at all, this comes from its counter of unfinished requests."""
     paused_ns: int | None
-    """Further time in which the engine was paused, asleep or loading weights, by its spans."""
+    """Time in which the engine was paused, asleep or loading weights. No field above contains this time."""
     writing_ns: int | None
-    """Further time in which the engine's own profiler started or wrote."""
+    """Time in which the engine's own profiler started or wrote. No field above contains this time."""
     idle_ns: int | None
     """Rest of `recorded_ns`. None if the replica ran nothing and it is unknown whether it had requests."""
     requests: int | None
     """Number of requests that ended."""
     prompt_tokens: int | None
-    """Prompt tokens of these requests. Without recorded requests, the growth of the engine's own counter."""
+    """Prompt tokens of the requests that ended. Without recorded requests, the growth of the engine's
+    counter."""
     cached_tokens: int | None
-    """Prompt tokens that were found in the prefix cache."""
+    """Part of `prompt_tokens` that was found in the prefix cache."""
     output_tokens: int | None
     output_tokens_per_s: float | None
-    """Output tokens per second of the time in which the replica had requests."""
+    """`output_tokens` divided by the seconds in which the replica had requests."""
     prefill_tokens: int | None
     """Tokens that were prefilled in the recorded passes."""
     preemptions: int | None
     running_mean: float | None
-    """Mean number of requests at once: in passes (source `iterations`), or in prefill and decode (source
-    `requests`). Time without requests is left out."""
+    """Mean number of requests that ran at once: in passes (source `iterations`), or in prefill and decode
+    (source `requests`). Time without running requests is left out."""
     running_most: int | None
     waiting_mean: float | None
     """Mean number of waiting requests over the time in which the replica had requests. None also if requests
-    waited and their replica is unknown."""
+    of an unknown replica waited."""
     waiting_most: int | None
     load: tuple[Load, ...]
 
@@ -271,7 +273,7 @@ def _engine(
     attributed: bool,
     unplaced: bool,
 ) -> Engine:
-    """Return the row of a replica.
+    """Return the row of a replica in the table of engines.
 
     Args:
         attributed: True if recorded requests name their replicas.
@@ -386,8 +388,8 @@ def _stop(levels: Levels) -> _Spent | None:
 
 
 def _levels(pieces: Iterable[_Piece]) -> Iterator[tuple[int, int, Levels]]:
-    """Yield (start, end, levels) for each stretch of time in which no level changes and one is above 0. The
-    same list is reused for all stretches.
+    """Yield (start, end, levels) for each stretch of time in which no level changes and at least one level is
+    above 0. The same list of levels is reused for all stretches.
     """
     changes: dict[int, list[tuple[_Kind, int]]] = defaultdict(list)
     for start_ns, end_ns, kind, number in pieces:
@@ -407,7 +409,9 @@ def _per(sum_: int, ns: int, digits: int = 2) -> float | None:
 
 
 def _load(work: Sequence[_Piece], window: tuple[int, int], opened_ns: int) -> tuple[Load, ...]:
-    """Return the load by spans of requests if there are any, else by passes."""
+    """Return the mean load of each time bin, from spans of requests if there are any, else from passes. Empty
+    if the replica did no work.
+    """
     start_ns, end_ns = window
     by_requests = any(piece.kind < _Kind.READS for piece in work)
     width = max(1, -(-(end_ns - start_ns) // BINS))
@@ -527,14 +531,16 @@ def iterations_of(row: Engine) -> str:
 
 
 def engine_times(row: Engine) -> tuple[int | None, ...]:
-    """Return the times of a row in the order of `PHASES`."""
+    """Return the times of a row in ns, in the order of `PHASES`. A time is None if it is unknown."""
     return (
         row.prefill_ns, row.decode_ns, row.mixed_ns, row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns,
     )  # fmt: skip
 
 
 def shares_of(row: Engine) -> list[str]:
-    """Return the times of a row as percentages, empty where a time is unknown."""
+    """Return the times of a row as percentages of `recorded_ns`, in the order of `PHASES`. Unknown times are
+    empty.
+    """
     times = engine_times(row)
     shares = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
     return ["" if ns is None else next(shares) for ns in times]
@@ -559,7 +565,7 @@ def _request_cells(row: Engine) -> tuple[str, ...]:
 
 
 def _at_once(mean: float | None, most: int | None) -> str:
-    """Return the mean and the largest number: `3.8 (12)`."""
+    """Return the mean and the largest number of requests at once, as text: `3.8 (12)`, or `-` if unknown."""
     return known(mean) if mean is None else f"{mean:,.1f} ({known(most)})"
 
 

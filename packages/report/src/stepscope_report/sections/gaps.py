@@ -56,7 +56,7 @@ class GapRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gap_rows(activities: Sequence[TraceActivity]) -> Table[GapRow]:
-    """Return the gaps of each process, the largest total time first."""
+    """Return the gaps in order of process, and within a process the largest total time first."""
     doubted = doubted_processes(activities)
     sums: dict[tuple[str, str, GapKind, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for activity in activities:
@@ -91,13 +91,13 @@ class CauseOfGaps(NamedTuple):
     total_ns: int
     longest_ns: int
     mostly: GapRow
-    """The longest row of the call and line with the most time."""
+    """The first row, in order of process, with the call and line that have the most time in all processes."""
     mostly_ns: int
     """Total time of all rows with the call and line of `mostly`."""
 
 
 def causes_of_gaps(rows: Sequence[GapRow]) -> list[CauseOfGaps]:
-    """Return the causes of gaps by role, the cause with the most time first."""
+    """Return the causes of gaps in order of role, and within a role the cause with the most time first."""
     causes = []
     for (role, kind), own in grouped(rows, lambda row: (row.role, row.kind)).items():
         places = grouped(own, lambda row: (row.call, row.place)).values()
@@ -142,7 +142,8 @@ def gap_blocks(rows: Sequence[GapRow], report: StepReport) -> Iterator[Block]:
 
 def where(cause: CauseOfGaps) -> str:
     """Return the call and line that caused most of the gaps: `cudaStreamSynchronize in aten::item,
-    train.py(41): step`. Their time is added if they caused only a part.
+    train.py(41): step`. The time of these gaps is added if other gaps have another call or line. Empty if
+    neither call nor line is known.
     """
     parts = [part for part in (cause.mostly.call, cause.mostly.place) if part]
     if not parts:

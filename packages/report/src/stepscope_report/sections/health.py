@@ -84,8 +84,8 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
     total_ns: int
     policy_versions: tuple[int, ...]
     under_way: int = 0
-    """Number of these spans that were still running when their process closed its capture. That is normal for
-    work of a later step."""
+    """Number of spans that were still running when their process closed its capture, as is normal for work of
+    a later step."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """One line for each remarkable fact that is no error, such as fewer iterations than requested."""
     uncalled: tuple[str, ...] = ()
-    """Functions that `instrument` replaced but of which no process recorded a call."""
+    """Functions that `instrument` replaced, and of which no process recorded a call."""
     opened_by: OpenedBy = "program"
     """`instrument` if an unedited program was instrumented, `program` if the program opens captures itself.
     Advice names only settings that its user can change."""
@@ -216,8 +216,8 @@ def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ..
 
 
 def _is_among(labels: Set[str], stage: str) -> bool:
-    """Return True if `stage` (`role/stage`) is one of `labels`. A `*` in `stage` matches any text, because
-    each call may fill in that part.
+    """Return True if `stage` (`role/stage`) is one of `labels`. A `*` in `stage` matches any text, because a
+    call fills in a part of the name.
     """
     return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
 
@@ -247,8 +247,8 @@ def _goes_on(timeline: Timeline, span: Span) -> bool:
 def _runs_ahead(timeline: Timeline) -> list[Span]:
     """Return the calls of trajectories that went on when their process closed its capture.
 
-    Empty unless the rollout runs across steps, which another trajectory shows if it began before the step and
-    ended in the step.
+    Empty if no trajectory began before the step and ended in the step, because then nothing shows that the
+    rollout runs across steps.
     """
     began_ns = timeline.window.start_ns
     is_ahead = any(
@@ -306,8 +306,8 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
 
 
 def _known_dead(timeline: Timeline) -> dict[str | None, str]:
-    """Return {`ProcessInfo.key`: name} of the processes that are known, by their host or by Ray, to have died
-    before they closed their capture.
+    """Return {`ProcessInfo.key`: name} of the processes that died before they closed their capture, as their
+    host or Ray reported.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     dead = {one.process: one.name for part in parts for one in part.absent if one.died}
@@ -390,9 +390,10 @@ FIRST = "Processes with trouble come first, then the least certain clock and the
 
 
 def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
-    """Return the processes in order of trouble, and a sentence that explains the order.
+    """Return the processes, and a sentence that explains their order: first the owner, then processes with
+    trouble.
 
-    If all processes can be shown, they keep their order, and the sentence is empty.
+    If there are at most `shown` processes, their order is unchanged, and the sentence is empty.
     """
     if len(processes) <= shown:
         return processes, ""
@@ -422,15 +423,17 @@ def _processes_table(processes: Sequence[ProcessRow], order: str) -> TextTable:
 
 
 def cost_cells(row: ProcessRow) -> tuple[str, ...]:
-    """Return the times for opening, closing, exporting and recording spans, as text."""
+    """Return the times for opening, closing, exporting and recording spans, as text, in this order. Unknown
+    times are `-`.
+    """
     cost = row.cost
     times = (None,) * 4 if cost is None else (cost.start_ns, cost.stop_ns, cost.export_ns, cost.spans_ns)
     return tuple(map(duration, times))
 
 
 def clock(process: ProcessRow) -> str:
-    """Return the way in which the process' clock was aligned with the owner's clock, and the uncertainty, as
-    text.
+    """Return as text how the process' clock was aligned with the owner's clock, and the uncertainty, if
+    known.
     """
     alignment = process.clock
     if alignment.uncertainty_ns is None:

@@ -70,11 +70,11 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     skew_ns: int | None
     """Part of `collective_ns` before the last rank entered. None if the ranks' calls cannot be matched."""
     awaited: str | None = None
-    """Name of the process that was last to enter for most of `skew_ns`."""
+    """Name of the process that was last to enter for most of `skew_ns`. None if `skew_ns` is None or 0."""
     awaited_ns: int = 0
     """Part of `skew_ns` that this process spent waiting for `awaited`."""
     profiled: bool = False
-    """True if a profiler recorded the process, which makes `busy_ns` longer."""
+    """True if a profiler recorded the process. The profiler makes `busy_ns` longer."""
 
 
 class _Work(NamedTuple):
@@ -87,12 +87,12 @@ class _Work(NamedTuple):
 
 
 _Awaited: TypeAlias = "tuple[str, Label] | None"
-"""(role of the working process, label of its work), or None if unknown. If there is a single owner, its role
-is empty here, so that it does not count as a rank among others."""
+"""(role of the working process, label of its work), or None if unknown. The role of a single owner is empty
+here, so that the owner does not count as a rank among other ranks."""
 
 
 _Kind: TypeAlias = tuple[int, _Work]
-"""(process, kind of its work): the meaning of one bit of a mask."""
+"""(index of a process, kind of its work): the meaning of one bit of the mask that `walk` yields."""
 
 
 def idle_times(
@@ -179,11 +179,12 @@ class _Shift:
         self._runs_now = Counter[int]()
         """Number of running innermost work spans in each process whose work is for this step."""
         self._workers = self._workers_now = 0
-        """Number of running innermost work spans outside the owners: of all, and only for this step."""
+        """Number of running innermost work spans outside the owners: of all steps, and of this step."""
         self._piece = 0
         """Index of the current piece of the critical path."""
         self._waited = Counter[_Awaited]()
-        """{label: ns so far on the critical path}: the work that an idle process would have waited for."""
+        """{awaited work: ns so far on the critical path}: the waits of a process that was idle all the
+        time."""
         self._since: dict[int, Counter[_Awaited]] = {}
         """Value of `_waited` at the time when a process became idle, by process."""
         self._stalls = _stalls_of_processes(timeline)
@@ -191,7 +192,7 @@ class _Shift:
         """Time in which a process seemed busy but its engine's profiler wrote, by process."""
 
     def run(self) -> list[Counter[_Awaited]]:
-        """Return the idle time of each process by the awaited work."""
+        """Return for each process, in the timeline's order, its idle time in ns by the awaited work."""
         timeline, window = self._timeline, self._timeline.window
         idle = [Counter[_Awaited]() for _ in timeline.processes]
         intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
@@ -225,8 +226,8 @@ class _Shift:
         return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
-        """Return the awaited weight transfer for each stretch without running spans in which weights are on
-        their way, by the start of the stretch.
+        """Return {start of a stretch in ns: awaited weight transfer}, for each stretch in which no span runs
+        because weights are on their way.
         """
         timeline, window = self._timeline, self._timeline.window
         transfers: dict[int, _Awaited] = {}
@@ -240,8 +241,8 @@ class _Shift:
         return transfers
 
     def _turn(self, kinds: Sequence[_Kind | int], changed: Iterable[int], mask: int) -> set[int]:
-        """Apply the starts and ends at one instant. Return the processes that may have become
-        busy or idle.
+        """Count the spans that start and end at one instant. Return the indices of the processes that may
+        have become busy or idle.
         """
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
@@ -262,7 +263,7 @@ class _Shift:
         return touched
 
     def _busy(self, index: int) -> bool:
-        """Return True if a process works.
+        """Return True if the process with this index works.
 
         A span of an owner counts as waiting while other processes work for this step.
         """
@@ -315,8 +316,8 @@ class _Shift:
 
 
 def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:
-    """Return the stretches in which the engine of each process ran: from its passes, or else from spans of
-    its requests, or else from its counter of requests.
+    """Return {index of a process: stretches in which its engine ran}. The stretches are from the engine's
+    passes, or else from spans of its requests, or else from its counter of requests.
     """
     work: dict[int, list[Pair]] = {}
     for replica in find_replicas(timeline, activities):
@@ -339,8 +340,8 @@ def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
 
 
 def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
-    """Return the time in collectives, on the CPU or a device, without computation at the same time, by
-    process.
+    """Return {index of a process: ns in collectives, on the CPU or a device, without computation at the same
+    time}. Processes without a collective in their traces are left out.
     """
     times: Counter[int] = Counter()
     for activity in activities:
@@ -352,7 +353,7 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
 
 
 def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity]) -> dict[str, int]:
-    """Return the time in collectives inside the process' own spans of a weight sync, by process name."""
+    """Return {name of a process: ns in collectives inside the process' own spans of a weight sync}."""
     syncs: dict[int, list[Pair]] = defaultdict(list)
     for span in timeline.spans:
         if MOVES_WEIGHTS.search(span.stage):
@@ -368,8 +369,9 @@ def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity])
 
 
 def awaited_rank(rows: Iterable[Idle]) -> tuple[Idle, Idle] | None:
-    """Return (process that waited longest in collectives, process that it waited for). None if it waited for
-    several, or if the awaited process itself waited for at least half as long.
+    """Return (process that waited longest in collectives, process that was awaited). None if no single
+    process was awaited for half of the wait, or if the awaited process itself waited for at least half as
+    long.
     """
     known = {row.process: row for row in rows if row.skew_ns is not None}
     worst = max(known.values(), key=lambda row: row.skew_ns or 0, default=None)
@@ -384,14 +386,15 @@ class _Skew(NamedTuple):
 
     ns: int
     awaited: int
-    """Process that was last to enter for most of this time; `awaited_ns` is that time."""
+    """Index of the process that was last to enter for the largest part of `ns`; `awaited_ns` is that part."""
     awaited_ns: int
 
 
 def _skews(activities: Iterable[TraceActivity], since_ns: int) -> dict[int, _Skew]:
-    """Return the waits of each process in collectives.
+    """Return {index of a process: its waits in collectives whose calls can be matched}.
 
-    Waits before `since_ns`, the start of the step, are left out: they are waits for the opening of a capture.
+    Waits before `since_ns`, the start of the step, are left out, because they wait for the opening of a
+    capture.
     """
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
     """{process: {process that entered last: [start, end, start, ...]}}"""

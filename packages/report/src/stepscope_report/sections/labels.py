@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _SHOWN = 15
 """Largest number of labels of a role that are printed. Labels with the most time are printed."""
 KEPT = 256
-"""Largest number of labels of a role in a report. Labels with the most time are kept."""
+"""Largest number of labels of a role in a report, without the labels around them, which are kept too. Labels
+with the most time are kept."""
 
 
 class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     path: tuple[str, ...]
-    """The label and the labels around it, the outermost first."""
+    """The labels around this label, the outermost first, and then the label itself."""
     processes: int
     count: int
     cpu_ns: int
@@ -41,12 +42,12 @@ class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
     doubted: bool = False
     """True if the trace of some process of the role is in doubt."""
     gaps: dict[GapKind, int]
-    """Idle time of the device by cause, of gaps that began within this label but not within a label below
-    it."""
+    """Idle time of the device in ns by cause. A gap counts for the innermost label within which the gap
+    began."""
 
 
 def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
-    """Return the labels of each role. A label is followed by the labels within it."""
+    """Return the labels of each role. Each label is followed by the labels inside, the longest first."""
     sums: dict[str, dict[tuple[str, ...], _Sum]] = {}
     doubted = set[str]()
     for activity in activities:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 WORST = 10
 LAST = (10, 5, 1)
-"""Parts of the trajectories in percent, counted from the last to end. `Hold` has the time for which the other
-trajectories waited for each part."""
+"""Parts of the trajectories in percent, counted from the last to end. `Hold` contains the time for which the
+other trajectories waited for each part."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +163,8 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Number of further trajectories that began before the capture opened, so that their durations are
     unknown."""
     spreads: tuple[Spread, ...]
-    """Percentiles of the durations: trajectories, then turns, then the stages inside them by total time."""
+    """Percentiles of the durations: first of trajectories, then of turns, then of the stages inside, by total
+    time."""
     last: int
     """Number of trajectories in the last tenth to end, rounded up."""
     held_ns: int | None
@@ -186,14 +187,14 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     record is lost."""
     profiled: tuple[str, ...] = ()
     """Processes that served trajectories and were slowed by a profiler, if other processes of their role ran
-    without one. Their trajectories took longer for that reason."""
+    without a profiler. The trajectories of these processes took longer."""
     last_profiled: int = 0
-    """Number of trajectories among the last tenth that these slowed processes served."""
+    """Number of trajectories among the last tenth that were served by processes in `profiled`."""
     cancelled: int = 0
     """Number of cancelled trajectories. They are in no other number here."""
     cancelled_after_ns: int = 0
     """Time from the end of the last other trajectory to the end of the last cancelled trajectory. 0 if the
-    cancelled trajectory ended first."""
+    cancelled trajectory ended first, or if no trajectory was cancelled."""
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
     """Part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or
@@ -295,8 +296,8 @@ def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
 def _stalled_ns(
     timeline: Timeline, members: Mapping[str, list[int]], last: Sequence[Span], held_ns: int
 ) -> int:
-    """Return the part of the last trajectory's final `held_ns` in which it waited for an engine's own
-    profiler.
+    """Return the part, in ns, of the last trajectory's final `held_ns` in which the trajectory waited for an
+    engine's own profiler.
     """
     if not (last and held_ns and timeline.stalls):
         return 0
@@ -513,8 +514,8 @@ TURNS_NOTE = (
 
 
 def _turn_tables(worst: Iterable[SlowTrajectory]) -> Iterator[TextTable]:
-    """Yield the table of the slowest trajectories' turns, if passes tell of any. Columns with zeros only are
-    left out.
+    """Yield the table of the slowest trajectories' turns, if passes were recorded for a turn. Columns in
+    which all values are 0 are left out.
     """
     rows = list(_turn_rows(worst))
     if rows:
@@ -539,7 +540,7 @@ def _turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
 
 def name_slow(slow: SlowTrajectory) -> str:
     """Return the name of a slow trajectory: `t7`, or `t7*, for step 9`. A `*` marks a trajectory that was
-    slowed by a profiler that slowed only a part of the processes.
+    served by a process in `LongTail.profiled`.
     """
     name = starred(slow.trajectory, bool(slow.profiled))
     if slow.consumed:
@@ -548,13 +549,17 @@ def name_slow(slow: SlowTrajectory) -> str:
 
 
 def tail_sentences(tail: LongTail) -> list[str]:
-    """Return sentences on facts that the table of percentiles does not show."""
+    """Return sentences on the tail, the idle replicas, further trajectories, calls outside of trajectories,
+    and processes slowed by a profiler, in this order. Sentences without a fact are left out.
+    """
     sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_outside(tail), _say_slowed(tail))
     return [sentence for sentence in sentences if sentence]
 
 
 def _say_held(tail: LongTail) -> str:
-    """Return a sentence on how long the other trajectories waited for the last trajectories."""
+    """Return a sentence on how long the other trajectories waited for the last trajectories. Empty if
+    unknown.
+    """
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
     share = percent_of(tail.held_ns, tail.rollout_ns)
@@ -573,7 +578,7 @@ def _say_stalled(tail: LongTail) -> str:
 
 
 def _say_bubble(tail: LongTail) -> str:
-    """Return a sentence on the replicas during the tail."""
+    """Return a sentence on the work of the replicas in the tail. Empty if no replica is known."""
     bubble = tail.bubble
     if bubble is None or not bubble.replicas:
         return ""
@@ -587,7 +592,9 @@ def _say_bubble(tail: LongTail) -> str:
 
 
 def _say_others(tail: LongTail) -> str:
-    """Return a sentence that counts the trajectories which the other numbers leave out."""
+    """Return a sentence that counts the trajectories outside of `LongTail.trajectories`. Empty if there are
+    none.
+    """
     late = tail.late
     last = (
         "" if late is None else f"; the last of this step, {late.last}, ran until {duration(late.until_ns)}"
@@ -609,7 +616,7 @@ def _after(tail: LongTail) -> str:
 
 
 def _say_outside(tail: LongTail) -> str:
-    """Return a sentence that names the tools that were called outside of trajectories."""
+    """Return a sentence that names the tools called outside of trajectories. Empty if there are none."""
     calls = [
         f"{count(own.calls, 'call')} of {own.role} {own.stage}, while {count(own.running, 'trajectory')} ran"
         for own in tail.outside

@@ -21,7 +21,7 @@ _FIRST = (
     "^timing",
     "loss|entropy|kl$",
 )
-"""Names to show first, in groups, because a terminal cuts off a long table."""
+"""Names of numbers that are shown first, in groups, because a terminal cuts off a long table."""
 
 
 def metrics_blocks(metrics: Mapping[str, float], report: StepReport) -> Iterator[Block]:

@@ -13,9 +13,9 @@ from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
 
 SHOWN = 10
+"""Largest number of steps of a process that are printed. The longest steps are printed."""
 _PROCESSES = 4
-"""Number of processes whose steps are printed."""
-"""Number of steps of a process that are printed: the longest."""
+"""Largest number of processes whose steps are printed."""
 
 
 class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
     dur_ns: int
     busy_ns: int | None
     idle_ns: int | None
-    """Time of the step in which no device was busy."""
+    """Time of the step in which no device was busy. None without a device."""
     gaps: dict[GapKind, int] = {}
     """Idle time of the devices within the step by cause, added up over the devices."""
     exposed_ns: int | None
@@ -43,7 +43,7 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def profiler_steps(activities: Iterable[TraceActivity]) -> Table[ProfilerStepRow]:
-    """Return the steps of each process, in the order of the trace."""
+    """Return the steps that torch's profiler marked, in the order of the traces. Empty if there are none."""
     return Table(
         ProfilerStepRow(
             process=activity.name,
@@ -73,7 +73,9 @@ def _known(us: float | None) -> int | None:
 
 
 def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
-    """Yield a table of the steps of each process, at most of the `_PROCESSES` with the longest steps."""
+    """Yield a table of the steps of each process. If there are more than `_PROCESSES`, the processes with the
+    longest steps have a table.
+    """
     by_process = grouped(rows, lambda row: row.process)
     order = sorted(by_process, key=lambda name: -max(row.dur_ns for row in by_process[name]))
     chosen = [name for name in by_process if name in order[:_PROCESSES]]
@@ -103,7 +105,9 @@ def _median(rows: Sequence[ProfilerStepRow], of: Callable[[ProfilerStepRow], int
 
 
 def _because(row: ProfilerStepRow) -> str:
-    """Return the largest causes of gaps that together explain at least half of the gaps' time."""
+    """Return as text the largest causes of gaps, as many as explain half of the gaps' time. Empty without
+    gaps.
+    """
     total, known, named = sum(row.gaps.values()), 0, []
     for kind, ns in sorted(row.gaps.items(), key=lambda item: -item[1]):
         if known * 2 < total:

@@ -73,11 +73,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights at the first pass. If no version is known, `update 3` stands for the weights
     after the engine's third update. None if updates were not counted either."""
     version_ended: int | str | None
-    """Version of the weights at the last pass, in the form of `version_begun`."""
+    """Version of the weights at the last pass, in the form of `version_begun`. None if unknown."""
     trained_by: int | None
     """Number of the step that trains on the request's trajectory. None if unknown."""
     lags: tuple[TokenLag, ...]
-    """Output tokens by the age of the weights that wrote them, in versions. Empty if a version is unknown."""
+    """Output tokens by the age, in versions, of the weights that wrote the tokens. Empty if a version is
+    unknown."""
 
 
 class _Weights(NamedTuple):
@@ -146,10 +147,10 @@ class _Reading(NamedTuple):
         )
 
     def _versions(self, weights: _Weights) -> list[int | str | None]:
-        """Return the version of the weights at each of the request's passes.
+        """Return the version of the weights at each of the request's passes. A version is None if unknown.
 
-        If neither the engine nor a weight sync states the version at the first pass, the request's spans do.
-        It holds until the weights change.
+        If neither the engine nor a weight sync states the version at the first pass, the version in the
+        request's spans is used until the weights change.
         """
         places = [weights.place(self.engine.begins_ns[at]) for at in self.passes]
         known = [None if place < 0 else weights.versions[place] for place in places]
@@ -195,8 +196,8 @@ def _told(
 def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
     """Return the changes of an engine's weights, with the versions that the engine or a weight sync states.
 
-    If the engine recorded no change, each version that weight syncs state counts as one, at the end of the
-    last sync with that version.
+    If the engine recorded no change, each version that weight syncs state counts as a change, at the end of
+    the last sync with that version.
     """
     noted = engine.noted
     shift_ns = noted.anchor.wall_ns - noted.anchor.mono_ns
@@ -240,7 +241,7 @@ class EngineTime(msgspec.Struct, kw_only=True):
     queued_ns: int = 0
     """Time in the engine's queue before the first pass."""
     prefill_ns: int = 0
-    """Time of passes up to the first output token."""
+    """Time of the request's passes up to its first output token."""
     alone_ns: int = 0
     """Time of later passes with no other request."""
     few_ns: int = 0
@@ -309,13 +310,13 @@ class TurnTime(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     engine: EngineTime
     outside_ns: int
-    """Time of the turn outside of its engine: tools, transport, tokenizing."""
+    """Time of the turn outside of its engine, for example in tools, transport or tokenizing."""
     tokens: int
     """Output tokens of the turn's requests."""
 
 
 def turn_times(timeline: Timeline, trajectories: Sequence[str]) -> Mapping[str, tuple[TurnTime, ...]]:
-    """Return the turns of these trajectories by trajectory, as far as their requests are known."""
+    """Return {trajectory: its turns in order}. Turns without a known request are left out."""
     wanted = set(trajectories)
     of_turn: dict[tuple[str, int | None], list[RequestKey]] = defaultdict(list)
     for key, index in linked_requests(timeline).items():

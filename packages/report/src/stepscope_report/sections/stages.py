@@ -36,7 +36,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     stalled_ns: int = 0
     """Part of `busy_ns` in which the engine served nothing because its own profiler started or wrote."""
     waited_ns: int = 0
-    """Part of `busy_ns` in which calls waited inside, for example in a collective or a queue."""
+    """Part of `busy_ns` in which calls only waited inside, for example in a collective or a queue."""
     profiled: bool = False
     """True if a profiler recorded the process and thereby slowed it."""
     cut: bool = False
@@ -75,8 +75,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     max_ns: int | None
     processes: tuple[Share, ...]
     imbalance: float | None
-    """Ratio of the largest to the median time at work of the compared processes. For stages that only wait,
-    time waiting instead. None for a single process, or if the median is 0."""
+    """Ratio of the largest to the median time at work of the compared processes. For a stage that only waits,
+    the ratio is of the times waiting. None for a single process, or if the median is 0."""
     slowest: str | None
     """Name of the compared process with the most time at work. None for a single process."""
     waits: bool = False
@@ -195,7 +195,7 @@ def _compared(shares: Sequence[Share]) -> list[Share]:
 def _shares(
     timeline: Timeline, spans: Iterable[Span], waits: Mapping[int, Sequence[Pair]]
 ) -> tuple[Share, ...]:
-    """Return the share of each process, in the timeline's order."""
+    """Return the share of each process that ran one of these calls, in the timeline's order."""
     by_process = sorted(grouped(spans, lambda span: span.process).items())
     return tuple(_share(timeline, index, own, waits) for index, own in by_process)
 
@@ -284,7 +284,7 @@ def _calls(stages: Sequence[Stage]) -> TextTable:
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
-    """Return the stages that ran in several processes, by role."""
+    """Return {role: its stages that ran in several processes}, without roles that have no such stage."""
     return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
 
 
@@ -332,7 +332,9 @@ def _summed(stage: Stage) -> tuple[str, ...]:
 
 
 def slowest(stage: Stage) -> str:
-    """Return the name of the process with the most work."""
+    """Return the name of the process with the most work, with a `*` if a profiler recorded it. Empty for a
+    single process.
+    """
     profiled = any(share.profiled for share in stage.processes if share.process == stage.slowest)
     return starred(stage.slowest or "", profiled)
 
@@ -348,7 +350,7 @@ CELLS = 512
 """Largest number of cells in a row. If there are more processes, every k-th and the slowest process have a
 cell."""
 _STEPS = 5
-"""Number of shades on each side of the median, one for each 10 %: the CSS classes `h-5` to `h5`."""
+"""Number of shades on each side of the median, a shade for each 10 %: the CSS classes `h-5` to `h5`."""
 
 
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:

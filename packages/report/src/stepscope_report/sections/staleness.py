@@ -51,13 +51,14 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     """Number of trajectories that this step consumes: the trajectories named by `consume`. If none is named,
     the trajectories of the step's spans."""
     policy_version: int | None
-    """Highest version of the weights that a trajectory is trained under. None if unknown."""
+    """Highest version of the weights that are trained with a trajectory. None if unknown."""
     steps: Lag | None
     versions: Lag | None
     mixed: int
-    """Number of trajectories that were written by several versions."""
+    """Number of trajectories that were written by several versions of the weights."""
     worst: tuple[StaleTrajectory, ...]
-    """The stalest trajectories, the stalest first. Trajectories without a lag are not included."""
+    """The stalest trajectories, the stalest first. Trajectories without a lag that were written by a single
+    version are left out."""
 
 
 class _Consumed:
@@ -74,7 +75,9 @@ class _Consumed:
 
 
 def step_staleness(timeline: Timeline) -> Staleness | None:
-    """Return the staleness of the step. None if no trajectory is known to be stale, as in synchronous RL."""
+    """Return the staleness of the step. None, as in synchronous RL, if the step recorded no `consume`, and no
+    trajectory is known to be stale or written by several versions.
+    """
     consumed = _consumed(timeline)
     trainer = _trainer_version(timeline)
     rows = [_row(name, trajectory, timeline.step, trainer) for name, trajectory in consumed.items()]
@@ -95,8 +98,8 @@ def step_staleness(timeline: Timeline) -> Staleness | None:
 
 
 def trained_under(timeline: Timeline) -> dict[str, int | None]:
-    """Return the version of the weights that each consumed trajectory is trained under, or None
-    if unknown.
+    """Return {consumed trajectory: version of the weights that are trained with the trajectory, or None if
+    unknown}.
     """
     trainer = _trainer_version(timeline)
     return {name: trainer if one.under is None else one.under for name, one in _consumed(timeline).items()}
@@ -107,7 +110,7 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
     for mark in timeline.consumed:
         if mark.trajectory is not None and mark.step == timeline.step:
             one = consumed.setdefault(mark.trajectory, _Consumed())
-            # `mark.policy_version` is the trainer's version.
+            # `mark.policy_version` is the trainer's version, and no version of the trajectory.
             version = (mark.attrs or {}).get("begun_version")
             one.see(mark.begun_step, version if isinstance(version, int) else None)
             one.under = None if mark.parent is None else timeline.spans[mark.parent].policy_version
@@ -122,8 +125,8 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
 
 
 def _trainer_version(timeline: Timeline) -> int | None:
-    """Return the highest version that the step's spans outside of trajectories state. It is the version of
-    `consume` calls that are in no span with a version.
+    """Return the highest version that the step's spans outside of trajectories state. This version is used
+    for `consume` calls outside of spans with a version. None if no span states a version.
     """
     versions = (
         span.policy_version
@@ -159,8 +162,8 @@ def _worst(rows: Sequence[StaleTrajectory]) -> list[StaleTrajectory]:
 
 
 def staleness_blocks(staleness: Staleness | None, report: StepReport) -> Iterator[Block]:
-    """Yield a table of how many steps and versions the consumed trajectories were behind, and of the stalest
-    ones.
+    """Yield a table of how many steps and versions the consumed trajectories were behind, and a table of the
+    stalest trajectories. Nothing if `staleness` is None.
     """
     if staleness is None:
         return

@@ -64,10 +64,11 @@ class Hardware:
         self._read_replicas(activities)
 
     def of_spans(self, counts: Callable[[Span], bool]) -> Devices | None:
-        """Return the devices of the processes that ran spans for which `counts` is True, or spans below them.
+        """Return the devices of the processes that ran spans for which `counts` is True, or spans below these
+        spans.
 
         If no device is known, return the number of ranks among these processes; without ranks, the number of
-        processes. None if no span counts.
+        processes. None if `counts` is True for no span.
         """
         below = _below(self._timeline, counts)
         indices = {span.process for span, inside in zip(self._timeline.spans, below, strict=True) if inside}
@@ -81,7 +82,9 @@ class Hardware:
         return Devices(len(ranks), "rank") if ranks else Devices(len(processes), "process")
 
     def of_rollout(self, engines: Sequence[Engine]) -> Devices | None:
-        """Return the devices of the engines, or of the processes that generate if there are no engines."""
+        """Return the devices of the engines, or the number of replicas if some devices are unknown. Without
+        engines, return the devices of the processes that generate. None if no device is known.
+        """
         timeline = self._timeline
         numbers = {engine.number for engine in engines if engine.number is not None}
         numbers |= {
@@ -162,7 +165,7 @@ def _together(devices: Sequence[Devices]) -> Devices:
 
 
 def _below(timeline: Timeline, counts: Callable[[Span], bool]) -> list[bool]:
-    """Return for each span whether `counts` is True for the span or for one above it."""
+    """Return for each span whether `counts` is True for the span or for a span above."""
     known: list[bool | None] = [True if counts(span) else None for span in timeline.spans]
     for index in range(len(known)):
         path, at = [], index
@@ -196,7 +199,7 @@ def _rollout_tokens(timeline: Timeline, engines: Sequence[Engine], counters: Cou
 
 
 def _train_tokens(timeline: Timeline) -> dict[str, Count]:
-    """Return the tokens that were trained on, by role. If `step_tokens` counted them, the only role is ""."""
+    """Return {role: tokens trained on}. If `step_tokens` counted the tokens, the only role is ""."""
     counted = _counted(timeline, "train")
     if counted is not None:
         return {"": counted}
@@ -206,8 +209,8 @@ def _train_tokens(timeline: Timeline) -> dict[str, Count]:
 
 
 def _stage_tokens(timeline: Timeline) -> dict[Label, int]:
-    """Return the sum of the attribute `tokens` by stage. If calls of one stage are nested, only the outermost
-    counts.
+    """Return {stage: sum of the attribute `tokens` of its calls}. If calls of one stage are nested, only the
+    outermost call with the attribute counts.
     """
     sums: Counter[Label] = Counter()
     for span in timeline.spans:
@@ -223,8 +226,8 @@ def _counted(timeline: Timeline, kind: str) -> Count | None:
 
 
 def _of_spans(timeline: Timeline, counts: Callable[[Span], bool]) -> dict[str, Count]:
-    """Return the tokens that spans state, by role, and the total under the role "". If such spans are nested,
-    only the outermost counts.
+    """Return {role: tokens that its spans state}, with the total under the role "". If spans with tokens are
+    nested, only the outermost counts.
     """
     sums: dict[str, int] = defaultdict(int)
     stages: dict[str, dict[str, None]] = defaultdict(dict)
@@ -319,19 +322,19 @@ def _stage_uses(
     hardware: Hardware,
     trained: Count | None,
 ) -> tuple[StageUse, ...]:
-    """Return the stages whose FLOPs are known.
+    """Return the stages whose FLOPs are known, the most FLOPs first.
 
     Args:
-        trained: Tokens that `step_tokens` counted. They count for the outermost training stage, if there
-            is only one.
+        trained: Tokens that `step_tokens` counted. These tokens count for the outermost training stage, if
+            there is only one such stage.
     """
     uses = [*_given(timeline, hardware, trained), *_traced(timeline, activities, hardware)]
     return tuple(sorted(uses, key=lambda use: (-use.flops, use.role, use.stage, use.source)))
 
 
 def _rollout_use(tokens: int, active_ns: int | None, devices: Devices, hardware: Hardware) -> StageUse | None:
-    """Return the use of the rollout's devices. Only generated tokens count, with the FLOPs of a
-    forward pass.
+    """Return the use of the rollout's devices. Only generated tokens count, with the FLOPs of a forward pass.
+    None if the active time or `flops_per_token` is unknown.
     """
     if not active_ns or hardware.flops_per_token is None:
         return None
@@ -351,7 +354,7 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
     for label, number in tokens.items():
         spans = by_label[label]
         one = ((span.start_ns, timeline.until_ns(span)) for span in spans if span.process == spans[0].process)
-        # Without an aligned clock, the time of one process is used.
+        # If no clock is aligned, the time of one process is used.
         busy_ns = union_ns(placed(timeline, spans) or one)
         devices = hardware.of_spans(is_of(label))
         if label[0] in _OTHER_MODELS or devices is None or not busy_ns:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stepscope_report.sections import Page, Sources
 
 TOP = 20
-"""Number of operators, of marks, and of kernels that a report keeps for each role."""
+"""Largest number of operators, and also of marks and of kernels, that a report keeps for each role."""
 OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory"]
 
 
@@ -65,7 +65,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     compute_ns: int
     communication_ns: int
     exposed_ns: int
-    """Time of communication that no computation hides."""
+    """Time of communication during which the device computed nothing."""
     memory_ns: int
     """Time of copies and of filling memory."""
     doubted: bool = False
@@ -221,8 +221,8 @@ _NO_WORK = "the process ran no kernel while it was recorded; others in its file 
 
 
 def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
-    """Return the processes whose traces show no device activity, by probable cause. Processes with a torch
-    built for CPUs only are left out.
+    """Return the processes whose traces show no device activity, grouped by probable cause. A process is left
+    out if its torch was built for CPUs only.
     """
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     activities = tuple(activities)
@@ -344,7 +344,7 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
 
 
 def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
-    """Return the rows of each role: kernels first, then operators, then marks."""
+    """Return {role: its rows}: kernels first, then operators, then marks."""
     roles = grouped(traces.operators, lambda row: row.role)
     return {role: [*on_device(rows), *on_host(rows), *marks_of(rows)] for role, rows in roles.items()}
 
@@ -397,7 +397,7 @@ def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
 def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
     """Return the devices in order of the busy part of their time, and a note with percentiles of that part.
 
-    If all devices can be shown, they keep their order, and the note is empty.
+    If there are at most `shown` devices, their order is unchanged, and the note is empty.
     """
     if len(rows) <= shown:
         return rows, ""
@@ -409,7 +409,7 @@ def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[De
 def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
     """Return the rows in order of allocated memory, the most first, and a note with percentiles.
 
-    If all rows can be shown, they keep their order, and the note is empty.
+    If there are at most `shown` rows, their order is unchanged, and the note is empty.
     """
     if len(rows) <= shown:
         return rows, ""
@@ -419,7 +419,7 @@ def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[M
 
 
 def _spread(ascending: Sequence[str]) -> str:
-    """Return percentiles as text: `p10 40 %, p50 61 %, p90 64 %, most 65 %, of 1,024`."""
+    """Return percentiles of the ascending texts: `p10 40 %, p50 61 %, p90 64 %, most 65 %, of 1,024`."""
     points = (f"p{percent} {ascending[rank_of(percent, len(ascending))]}" for percent in (10, 50, 90))
     return f"{', '.join(points)}, most {ascending[-1]}, of {len(ascending):,}"
 

@@ -74,8 +74,8 @@ class WeightSync(msgspec.Struct, frozen=True, kw_only=True):
     active_ns: int
     """Time in which at least one call that moves weights ran, in ns."""
     between_ns: int
-    """Time between the last call of the trainer and the first call of the engine, in which no span ran and
-    the weights were on their way."""
+    """Time in ns between the last call of the trainer and the first call of the engine, in which no span ran
+    and the weights were on their way. 0 if there was no such time."""
     phases: tuple[Phase, ...]
     """Phases in order of their start."""
     transfers: Table[Transfer]

@@ -23,7 +23,9 @@ _warned: set[str] = set()
 
 
 def check_facts(facts: EngineFacts) -> None:
-    """Raise EngineError for an engine that cannot be recorded at all. Warn about an engine that may die."""
+    """Raise EngineError for an engine that cannot be recorded at all. Log a warning for an engine that
+    captures may kill.
+    """
     _versions.check(facts.version)
     expect_first_profiler(facts, ())
     if facts.device == "npu":
@@ -50,8 +52,8 @@ def check_facts(facts: EngineFacts) -> None:
 
 
 def check_options(capture: EngineCapture, facts: EngineFacts) -> dict[str, str]:
-    """Return {option: reason} for the options of a capture that have no effect, before the schedulers are
-    asked for their state. All schedulers are assumed to have the plugin.
+    """Return {option: reason} for the options of a capture that have no effect. The schedulers are not asked
+    for their state; all schedulers are assumed to have the plugin.
 
     Raises:
         EngineError: the engine cannot record this capture even with the plugin. The message has the reason.

@@ -174,7 +174,12 @@ def _window(
 
 
 def _count(states: Sequence[object], start: int) -> int:
-    """Return the absolute number of the first forward pass to record, as SGLang expects it."""
+    """Return the number of forward passes that the engine has begun, for the absolute number that SGLang
+    expects.
+
+    Raises:
+        EngineError: the schedulers do not show their numbers, or the numbers differ.
+    """
     passes = counts_in(states)
     if not passes:
         raise EngineError(
@@ -190,7 +195,12 @@ def _count(states: Sequence[object], start: int) -> int:
 
 
 def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> dict[str, object]:
-    """Return the options of `extra` to pass on to the engine's start."""
+    """Return the options of `extra` to pass on to the engine's start. Add options without effect to
+    `ignored`.
+
+    Raises:
+        EngineError: an option is unknown to the engine, is set by stepscope, or has an unusable value.
+    """
     passed: dict[str, object] = {}
     for option, value in capture.extra.items():
         if option == "activities":

@@ -33,7 +33,7 @@ A recording changes its state once, from `armed` to another state."""
 
 @dataclass(kw_only=True)
 class Recording:
-    """State of one recording. Only its session changes it; code that publishes files reads it."""
+    """State of one recording. Only the session changes the state; code that publishes files reads it."""
 
     capture: EngineCapture
     label: str | None
@@ -75,10 +75,10 @@ class Recording:
 
     @property
     def ran_without_stages(self) -> bool:
-        """Return whether the engine is known to have run passes in a capture by stage.
+        """Return True if the engine is known to have run passes in a capture by stage.
 
-        If it ran passes and no stage's recording began, the engine refuses the stop (with 500). Return False
-        with DP attention, because its idle passes belong to no stage.
+        If no stage's recording began although passes ran, the engine refuses the stop (with 500). Return
+        False with DP attention, because idle passes belong to no stage.
         """
         before, now = self.passes_before, counts_in(self.states)
         return self.plan.by_stage and not self.facts.dp_attention and () not in (before, now) and now > before
@@ -132,7 +132,7 @@ def state_before_stop(recording: Recording) -> State:
 
 
 def is_disarmed(recording: Recording) -> bool:
-    """Return whether the engine has neither a running recording nor one that waits for its start."""
+    """Return True if the engine is known to have no recording that runs or waits for its start."""
     if recording.state == "unused" or recording.facts.dp > 1:
         return False
     stages = {file.name.stage for file in recording.files()}
@@ -147,7 +147,9 @@ def ended_by(recording: Recording) -> Ended | None:
 
 
 def why_truncated(recording: Recording, content: Content) -> str | None:
-    """Return the reason why a file ends before the capture although the engine ran on, or None."""
+    """Return the reason why a file is incomplete, or ends before the capture although the engine ran on. None
+    for other files.
+    """
     if not content.complete:
         return "SGLang did not finish writing it"
     if recording.state != "by others":
@@ -160,9 +162,9 @@ def why_truncated(recording: Recording, content: Content) -> str | None:
 
 
 def note(recording: Recording, content: Content, stage: Stage | None) -> str | None:
-    """Return a note about a complete file, or None.
+    """Return a note about a complete file that ended early or has fewer iterations than requested, or None.
 
-    If the file lacks iterations that the engine ran, `recording.ignored` says so instead.
+    If the engine ran iterations that the file lacks, return None, and add the reason to `recording.ignored`.
     """
     if recording.state == "by others":
         over = _passes_since(recording, content) == 0
@@ -213,7 +215,7 @@ def _stopped_by_others(recording: Recording, content: Content) -> str:
 
 
 def _passes_since(recording: Recording, content: Content) -> int | None:
-    """Return the number of forward passes since the end of a file's recording, or None if unknown."""
+    """Return the number of forward passes after the end of a file's recording, or None if unknown."""
     counts = counts_in(recording.states)
     stamps = [stamp for stamp in recording.stamps() if stamp.doing == "writing" and stamp.pid == content.pid]
     return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None

@@ -154,9 +154,11 @@ def _note_absent_ranks(recording: Recording, files: list[File]) -> None:
 
 
 def _stage(recording: Recording, file: File, content: Content, files: list[File]) -> Stage | None:
-    """Return the stage of a trace: from the file's name, unless the content shows another stage.
+    """Return the stage of a trace, or None if the capture is not by stage or if the trace contains both
+    stages.
 
-    If requests come and go, SGLang may give the decode trace the name of a prefill trace.
+    The stage is read from the file's name, unless the content shows another stage. If requests come and go,
+    SGLang may give the decode trace the name of a prefill trace.
     """
     if not recording.plan.by_stage or not file.is_trace:
         return None

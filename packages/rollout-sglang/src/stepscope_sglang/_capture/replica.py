@@ -78,7 +78,7 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
 
     @abstractmethod
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
-        """Return the replica's engines, with labels if there are several."""
+        """Return (engine, label) for each engine of the replica. The label is None if there is one engine."""
 
     def _facts(self) -> Iterator[EngineFacts]:
         """Yield the facts of the replica's engines. May block."""
@@ -89,10 +89,10 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
         return nullcontext()
 
     def _prepare(self) -> None:  # not abstract, because only some subclasses need it
-        """Called on the caller's event loop before each start, for engines that need preparation there."""
+        """Prepare the engine before a start, on the caller's event loop. Does nothing by default."""
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Submit `work` to the profiler's thread once the engine can be reached."""
+        """Submit `work` to the profiler's thread as soon as the engine can be reached, by default at once."""
         self._thread.submit(work)
 
     # The methods below run on the profiler's thread.

@@ -59,7 +59,7 @@ class Session:
         """True if the engine may still record for this session, because the stop failed, and no start was
         accepted since then."""
         self._unwanted = False
-        """True if the capture was given up, so that its files are deleted."""
+        """True if the capture was given up. Its files are then deleted."""
         self._left = False
         """True if a rank may still write. The folder is kept, because the rank would die without it."""
 
@@ -218,7 +218,9 @@ class Session:
         self.unstopped = True
 
     def _disarm(self) -> None:
-        """Replace a start that may still wait in the engine by a short recording, which is then stopped."""
+        """Replace a start that may still wait in the engine by a short recording, and stop the short
+        recording.
+        """
         recording = self.recording
         if outcome.is_disarmed(recording):
             return
@@ -240,7 +242,7 @@ class Session:
                 scrap.remove()
 
     def _wait(self) -> None:
-        """Wait until the files are complete, or until `patience_s`, because a shared disk may lag."""
+        """Wait until the files are complete, for at most `patience_s`, because a shared disk may lag."""
         recording = self.recording
         if recording.state == "unused" and not recording.files():  # no pass has started a late recording
             self._left = False

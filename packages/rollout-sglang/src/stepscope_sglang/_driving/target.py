@@ -64,10 +64,12 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: bool
     """True if the data-parallel ranks share the GPUs of the tensor-parallel ranks."""
     sleep_on_idle: bool
-    """True if an idle scheduler sleeps. Otherwise it polls for requests, and a trace contains every poll."""
+    """True if an idle scheduler sleeps. Otherwise an idle scheduler polls for requests, and traces contain
+    each poll."""
     speculative: bool
     disaggregation: str | None
-    """`prefill` or `decode` for a server that does only this; None for an engine that does both."""
+    """`prefill` or `decode` for a server that runs only this stage; None for an engine that runs both
+    stages."""
     metrics: bool
     """True if the engine's answers contain times."""
     forced_off: frozenset[str] = frozenset()

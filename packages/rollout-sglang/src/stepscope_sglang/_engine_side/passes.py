@@ -34,7 +34,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 _notes: Notes | None = None
 """The notes of this process' scheduler, or None. Writers: `_note` and `_leave`."""
 _ring: PassRing | None = None
-"""The passes that are kept for the flight recorder, or None if it has not asked. One writer: `keep`."""
+"""The passes that are kept for the flight recorder, or None if the recorder has not asked for passes. One
+writer: `keep`."""
 _lock = threading.Lock()
 """Lock that is held while notes begin and end, because `keep` does not run on the scheduler's thread."""
 
@@ -130,13 +131,13 @@ def keep(scheduler: Any, memory_mb: int) -> None:
     with _lock:
         if _ring is None:
             _ring = PassRing(memory_mb)
-            if _notes is None:  # else a capture notes passes, and `_leave` will turn to the ring
+            if _notes is None:  # else a capture notes passes, and `_leave` goes on with the ring
                 scheduler.run_batch = partial(_run_first, scheduler, _ring, scheduler.run_batch)
 
 
 def _run_first(scheduler: Any, ring: PassRing, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     """Begin the notes, and run the first noted pass. Notes begin on the scheduler's thread, because only this
-    thread knows which passes have not had their results yet.
+    thread can count the passes whose results are still to come.
     """
     with _lock, suppress(Exception):  # another version may have other attributes
         vars(scheduler).pop("run_batch", None)
@@ -166,7 +167,9 @@ def _is_first(scheduler: Any) -> bool:
 
 
 def _number(scheduler: Any, name: str) -> int:
-    """Return a rank of a scheduler, which versions keep in different places."""
+    """Return a rank of a scheduler, which versions of SGLang keep in different places. 0 if the scheduler has
+    no such rank.
+    """
     for holder in (scheduler, getattr(scheduler, "ps", None), getattr(scheduler, "server_args", None)):
         value = getattr(holder, name, None)
         if isinstance(value, int):
@@ -175,7 +178,7 @@ def _number(scheduler: Any, name: str) -> int:
 
 
 class _Launched(NamedTuple):
-    """A pass that was launched, but whose results have not been processed."""
+    """A pass that was launched, and whose results are still to be processed."""
 
     began_ns: int
     kind: PassKind
@@ -188,7 +191,9 @@ class _Launched(NamedTuple):
 
 
 class Notes:
-    """Notes the passes of a scheduler by replacing its methods. They run on the scheduler's thread."""
+    """The notes of a scheduler's passes. An instance replaces methods of the scheduler. The new methods run
+    on the scheduler's thread.
+    """
 
     def __init__(self, scheduler: Any, log: PassLog) -> None:
         self.scheduler, self.log = scheduler, log

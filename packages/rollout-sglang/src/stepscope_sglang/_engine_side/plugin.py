@@ -71,7 +71,7 @@ _INITS = ("_init_profile", "init_profile")
 _scheduler: Any = None
 """The scheduler of this process, or None. One writer: `begin`."""
 _profiler: weakref.ref[Any] | None = None
-"""The object that started or stopped its profiler last, or None. One writer: `_timed`."""
+"""The object of the scheduler that last started or stopped a profiler, or None. One writer: `_timed`."""
 _quiet = False
 """Value that is shown under the key `SENDS_QUIET`. One writer: `_hide_sends`."""
 
@@ -88,7 +88,7 @@ def load() -> None:
 
     from stepscope.backends.torch import record_function_scopes
 
-    record_function_scopes.watch()  # before the hooks, because one of them reports that this has happened
+    record_function_scopes.watch()  # before the hooks, because `show` reports `SCOPES_END`
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", begin, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
 
@@ -165,8 +165,8 @@ def _counted(original: Callable[..., T]) -> Callable[..., T]:
 
 
 def _with_notes(original: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a method that gets a profile's folder. If a file in the folder asks for notes of passes, the
-    wrapper begins them.
+    """Return a wrapper of a method that gets a profile's folder. If a file in the folder asks for notes of
+    passes, the wrapper begins the notes.
     """
 
     @wraps(original)

@@ -70,7 +70,9 @@ def profile_v2() -> bool:
 
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:
-    """Return the number of forward passes of each data-parallel scheduler; empty if one does not show it."""
+    """Return the number of forward passes of each data-parallel scheduler; empty if a scheduler does not show
+    its number.
+    """
     counts = _shown(states, COUNT)
     return tuple(count for count in counts if isinstance(count, int)) if None not in counts else ()
 
@@ -86,8 +88,8 @@ def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
 
 
 def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
-    """Return the number of passes by stage of each data-parallel scheduler; None for a scheduler that does
-    not show this number.
+    """Return {stage: number of passes} for each data-parallel scheduler; None for a scheduler that does not
+    show these numbers.
     """
     return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 

@@ -62,10 +62,11 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
     complete: bool
     rank: int | None = None
-    """The rank in the process group of the schedulers; each data-parallel scheduler has its own group."""
+    """The rank in the process group of the schedulers, or None if unknown. Each data-parallel scheduler has
+    its own group."""
     pid: int | None = None
     prefills: int = 0
-    """Number of prefill passes, if the engine names passes (0.5.11 and later)."""
+    """Number of prefill passes. 0 if the engine names no passes (before 0.5.11)."""
     decodes: int = 0
     window: tuple[int, int] | None = None
     """Start and end of torch's recording in unix ns of the scheduler's host, or None if unknown."""
@@ -197,9 +198,7 @@ class CaptureFolder:
             (self.path / ALONE).touch()
 
     def end_passes(self) -> None:
-        """Tell the schedulers that the capture has ended. They write their passes when they are asked for
-        their state the next time.
-        """
+        """Mark the capture as ended. A scheduler writes its passes when it is next asked for its state."""
         with suppress(OSError):
             (self.path / END).touch()
 
@@ -235,11 +234,11 @@ class CaptureFolder:
         return self.content(file).complete
 
     def traces_are_complete(self, files: Iterable[File]) -> bool:
-        """Return whether all traces of single ranks among `files` are complete."""
+        """Return whether the traces of single ranks in `files` are all complete."""
         return all(self.is_complete(file) for file in files if file.is_trace)
 
     def are_of_all_ranks(self, files: Sequence[File], pp: int) -> bool:
-        """Return whether every pipeline rank has written each file that another pipeline rank has written."""
+        """Return True if all pipeline ranks have written the same files, and the files are complete."""
         names = [file.name for file in files if file.is_trace]
         ranks = Counter((name.topology.get("tp"), name.topology.get("dp"), name.stage) for name in names)
         return all(count >= pp for count in ranks.values()) and self.traces_are_complete(files)

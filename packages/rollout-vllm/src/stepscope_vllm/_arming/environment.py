@@ -46,7 +46,7 @@ def engine_args(
         extension: True to name `stepscope_vllm.WorkerExtension` as `worker_extension_cls`, so that every
             capture has its own folder and options, and a stop is short. If you need a worker extension of
             your own, let its class inherit from `WorkerExtension`, and pass False.
-        installed: vLLM's version; None for the installed version.
+        installed: Version of vLLM to return arguments for; None for the installed version.
 
     Returns:
         The arguments. With STEPSCOPE_DISABLE=1 they are empty. For vLLM 0.12 and older, which read
@@ -114,7 +114,7 @@ def _profiler_config(
         }
     )
     if not extension and not _versions.has(release, "delay_iterations") and (window.start or window.count):
-        # A start of this vLLM takes no range of iterations, so the engine's setting holds for all captures.
+        # A start of this vLLM accepts no range of iterations, so the engine's setting holds for all captures.
         settings.update(delay_iterations=window.start, max_iterations=window.count or 0)
     settings.update(_extra(role.engine.extra, release))
     return settings

@@ -32,7 +32,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
         # All replicas share this folder, because the replica is not known yet. Captures use other folders.
         wanted["torch_profiler_dir"] = folder_of(config)
     checked = type(profiler)(**wanted)
-    for name in wanted:  # changed in place, because a server adds its profiler's routes by this object
+    for name in wanted:  # changed in place, because a server reads this object when it adds its routes
         setattr(profiler, name, getattr(checked, name))
     extension = ours.get("worker_extension_cls")
     if extension is not None:
@@ -41,7 +41,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
 
 
 def _is_chosen(profiler: Any, config: ProfileConfig) -> bool:
-    """Return whether the user has set a profiler. Several engines of a process may share `profiler`, so
-    stepscope may have set it for an earlier engine.
+    """Return True if the user has set `profiler`. False if stepscope has set `profiler` for an earlier engine
+    of this process, because several engines may share the object.
     """
     return profiler.profiler is not None and profiler.torch_profiler_dir != folder_of(config)

@@ -26,7 +26,7 @@ _SCHEDULES = ("wait_iterations", "warmup_iterations")
 
 
 class Ending(NamedTuple):
-    """Cause of one trace's end, in the terms of `Artifact`."""
+    """Cause of one trace's end, as the fields of `Artifact` with the same names."""
 
     ended: Ended | None
     truncated: str | None
@@ -72,7 +72,9 @@ def ending_of(
 
 
 def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the workers ran no iteration, so that a recording may have no file."""
+    """Return whether all workers report that they ran no iteration. A recording without files is then
+    complete.
+    """
     counts = [worker.get("ran") for worker in reports]
     return bool(counts) and all(count == 0 for count in counts)
 
@@ -86,8 +88,8 @@ def iterations(recording: Recording, trace: Trace) -> int | None:
 
 
 def _passes(recording: Recording, trace: Trace) -> int | None:
-    """Return the number of engine iterations in a trace as vLLM counts them, including those without a
-    request.
+    """Return the number of engine iterations in a trace as vLLM counts, including iterations without a
+    request. None if the trace does not name iterations.
     """
     if trace.frontend or trace.is_recording:
         return None
@@ -128,7 +130,7 @@ def stalls(recording: Recording, trace: Trace) -> tuple[Stall, ...]:
 
 
 def _is_certain(recording: Recording) -> bool:
-    """Return whether only a stop, or the requested count, can end this engine's recordings."""
+    """Return True if this engine's recordings end only by a stop or at the requested count."""
     started, settings = recording.started, {**recording.target.settings, **recording.capture.extra}
     scheduled = any(settings.get(name) for name in _SCHEDULES)
     return started is not None and (started.aimed or started.named) and not scheduled
@@ -152,7 +154,7 @@ def _ran(recording: Recording, trace: Trace) -> int | None:
 
 @dataclass(kw_only=True)
 class Recording:
-    """State of one recording. Only its session changes it; code that publishes files reads it."""
+    """State of one recording. Only the session changes the state; code that publishes files reads it."""
 
     target: Target
     capture: EngineCapture
@@ -193,7 +195,7 @@ class Recording:
         return None if "iterations" in self.ignored else self.capture.iterations.count
 
     def is_named(self, name: str) -> bool:
-        """Return whether a file has the prefix of this recording."""
+        """Return whether the name of a file begins with the prefix of this recording."""
         return name.startswith(f"{self.prefix}_")
 
     def workers_expected(self, layout: Layout) -> int:
@@ -256,7 +258,7 @@ def files_of(recording: Recording, started: Started, late: Recording | None) -> 
         return named
     if started.named and not any(map(engine_folder.is_recording, present)):
         return named
-    # A worker works in order. So files that appeared during the start belong to `late`, if there is one.
+    # A worker finishes a stop before the next start. So files that appear during the start belong to `late`.
     between = recording.files_at_start - recording.files_before if late is not None else set()
     if late is not None and between:
         adopt(late, between, started.folder)
@@ -294,8 +296,8 @@ def _expect_complete(folder: Path, files: set[str]) -> None:
 
 
 def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequence[Path]:
-    """Move the files to the capture's folder unless the workers wrote them there. Return the paths of the
-    traces.
+    """Move the files to the capture's folder, except files that the workers wrote there. Return the paths of
+    the traces.
     """
     home, folder = Path(recording.capture.out_dir), recording.target.folder
     if not started.aimed:
@@ -310,7 +312,9 @@ def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequenc
 
 
 def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact]:
-    """Write a sidecar beside each trace; remove traces of ranks that the capture does not want."""
+    """Write a sidecar beside each trace, and return the artifacts. Remove traces of ranks that the capture
+    does not want.
+    """
     capture, layout = recording.capture, recording.target.layout
     written = [traces.read(path) for path in paths]
     _note_contradictions(recording, written)
@@ -367,7 +371,7 @@ def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict
 
 def _kind(trace: Trace) -> str:
     if trace.is_recording:
-        return "npu_recording"  # stepscope-npu uses the same name
+        return "npu_recording"  # stepscope-npu uses the same name for its own recordings
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 
 
@@ -390,7 +394,7 @@ def _note_absent_workers(recording: Recording, written: Sequence[Trace]) -> None
 def _ascend_options(recording: Recording, kept: Sequence[Trace]) -> dict[Path, dict[str, Option]]:
     """Return {path: options} for recordings of vllm-ascend. Add the options without effect to `ignored`.
 
-    If the engine is a server, only such a recording shows that the server runs vllm-ascend.
+    If the engine is a server, only its recordings show that the server runs vllm-ascend.
     """
     options: dict[Path, dict[str, Option]] = {}
     for trace in kept:
@@ -412,8 +416,8 @@ def _options(recording: Recording, removed: set[int]) -> dict[str, Option]:
 
 
 def _left_aside(recording: Recording, removed: set[int], layout: Layout | None) -> list[int]:
-    """Return the global ranks of this engine that the capture does not want, including ranks that wrote no
-    file.
+    """Return the global ranks of this engine that the capture does not want, ascending, including ranks that
+    wrote no file.
     """
     wanted = recording.capture.ranks
     if wanted is None or layout is None or layout.external:

@@ -16,7 +16,7 @@ _TORCH = {
     "record_shapes": "torch_profiler_record_shapes",
     "profile_memory": "torch_profiler_with_memory",
 }
-"""{option of a capture: the option of vLLM, which is fixed when the engine is built}."""
+"""{option of a capture: option of vLLM that is fixed when the engine is built}."""
 _NEVER = {
     "by_stage": "vLLM records prefill and decode in one trace; its annotations tell them apart",
     "merge": "vLLM joins no traces; `stepscope merge` does",
@@ -79,8 +79,8 @@ def unable(
 
     Args:
         settings: Settings that the engine was built with; empty for a server, whose settings are unknown.
-        aimed: True if each capture can set the workers' options (with stepscope's extension, or in this
-            process).
+        aimed: True if each capture can set the workers' options, as with stepscope's extension or for a
+            worker in this process.
         ascend: The engine's profiler if it is vllm-ascend's, else None.
 
     Raises:

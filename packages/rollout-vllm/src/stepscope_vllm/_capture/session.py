@@ -88,7 +88,7 @@ class Desk:
             self.current = session
 
     def give_back(self) -> Session | None:
-        """Free the engine. Return the session that had it, or None."""
+        """Free the engine. Return the session that had the engine, or None."""
         with self.lock:
             session, self.current = self.current, None
             return session
@@ -142,7 +142,7 @@ class Session:
         async with self._desk.turn:
             if self.recording.started is None:
                 return
-            with contextlib.suppress(EngineError):  # no caller waits; the next start would fail and say why
+            with contextlib.suppress(EngineError):  # no caller waits; the next start would report it
                 await self._stop_target()
             await asyncio.to_thread(collection.remove, self.recording)
 
@@ -166,7 +166,7 @@ class Session:
         failures = await self._target.stop()
         started, folder = self.recording.started, self._target.folder
         if started is not None and not started.aimed and folder is not None:
-            # A server may share a parent folder; only after the stop do files show which folder is its own.
+            # Servers may share a parent folder. Files show the server's own folder only after the stop.
             self.recording.started = started._replace(folder=folder)
         return failures
 
@@ -186,8 +186,8 @@ class ReplicaProfiler(EngineProfilerBase):
         self._desk = desk
 
     async def stop(self) -> list[Artifact]:
-        """Stop the running capture, and return its artifacts. If the caller is cancelled, the files are still
-        published.
+        """Stop the running capture, and return its artifacts; empty if no capture runs. If the caller is
+        cancelled, the files are still published.
         """
         session = self._desk.give_back()
         if session is None:

@@ -33,7 +33,7 @@ _DEFAULTS = {
     "with_modules": "False",
     "profile_memory": "False",
 }
-"""Defaults of torch_npu for arguments that vllm-ascend does not give."""
+"""Defaults of torch_npu for arguments that vllm-ascend does not pass."""
 _MARKERS = (
     "records without mstx (msprof_tx=False), so spans leave no markers in its workers' recordings: the "
     "timeline has them on the rows of whoever calls the engine. Fix: stepscope_vllm.record_request, for the "
@@ -109,9 +109,9 @@ def installed() -> Ascend | None:
 
 
 def of_source(package: Path, who: str) -> Ascend:
-    """Return the profiler's options from the code in a folder `vllm_ascend`.
+    """Return the profiler's options, read from the code in a folder `vllm_ascend`.
 
-    `arguments` is empty if the code is unlike the code of all releases up to 0.30.
+    `arguments` is empty if the code differs from the code of all releases up to 0.30.
     """
     for part in PARTS:
         try:
@@ -144,7 +144,9 @@ def of_recording(folder: Path) -> Ascend | None:
 
 
 def options_of(recording: Ascend | None) -> dict[str, Fact]:
-    """Return the options of one recording for its sidecar, under the names of `npu`."""
+    """Return {option of `npu`: value} for the sidecar of one recording. Options that the recording does not
+    state are absent.
+    """
     given = {} if recording is None else recording.arguments
     options: dict[str, Fact] = {}
     for name, argument in (("level", "profiler_level"), ("export", "export_type")):
@@ -185,8 +187,8 @@ def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> 
 
 
 def _arguments(module: ast.Module) -> dict[str, str]:
-    """Return the arguments of the first call `profile(experimental_config=_ExperimentalConfig(...))` in the
-    code.
+    """Return {argument: text} of the first call `profile(experimental_config=_ExperimentalConfig(...))` in
+    the code. Empty without such a call.
     """
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
     arguments: dict[str, str] = {}

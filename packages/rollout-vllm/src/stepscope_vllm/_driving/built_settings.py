@@ -32,7 +32,7 @@ def building(owned: Callable[[], list[object]]) -> Iterator[None]:
     """Remember the settings in the environment for each engine that is built in this block.
 
     Args:
-        owned: Returns the engines that live in this process.
+        owned: Function that returns the engines that live in this process.
     """
     earlier = owned()
     yield
@@ -43,8 +43,8 @@ def building(owned: Callable[[], list[object]]) -> Iterator[None]:
 
 
 def settings_of(engine: object) -> Mapping[str, object]:
-    """Return the settings that were in the environment when an engine was built; if unknown, the settings in
-    the current environment.
+    """Return the settings that were in the environment when an engine was built. If these are unknown, return
+    the settings in the current environment.
     """
     known = _built_in.get(engine)
     return settings_of_environment() if known is None else known

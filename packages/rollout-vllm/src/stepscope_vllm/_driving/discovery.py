@@ -54,8 +54,8 @@ def _instances(kinds: set[type]) -> list[object]:
 
 
 def _reachable() -> list[object]:
-    """Return the variables of all frames and of the main script, their attributes, and the attributes of
-    these.
+    """Return the variables of all frames and of the main script, the attributes of these variables, and the
+    attributes of these attributes.
     """
     frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]
     names = [frame.f_locals for frame in frames] + [vars(sys.modules["__main__"])]

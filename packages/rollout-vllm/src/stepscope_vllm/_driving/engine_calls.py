@@ -78,7 +78,7 @@ class EngineCalls:
         return await self._result(method, partial(getattr(self.engine, method), *args, **kwargs))
 
     async def ask_cores(self, method: str, *args: object) -> list[Any]:
-        """Call a method of the engine's core, or of each data-parallel core. Return the results.
+        """Call a method of the engine's core, or of each data-parallel core. Return one result for each core.
 
         Raises:
             EngineError: as for `call`.
@@ -87,7 +87,8 @@ class EngineCalls:
         return list(await self._result(method, partial(_cores(core), method, *args)))
 
     def ask_cores_now(self, method: str, *args: object) -> list[Any] | None:
-        """Call a method of the engine's cores while the engine generates, from a thread that is not its own.
+        """Call a method of the engine's cores while the engine generates, from a thread other than the
+        engine's.
 
         Returns:
             The answers, or None if the engine cannot be called now because its event loop does not run.

@@ -85,7 +85,8 @@ class InProcessTarget:
         self._profiles = True
         """False if the capture notes passes without running the profiler."""
         self._aimed: Path | None = None
-        """Capture folder to which the workers' profilers write now, or None if they are not set to one."""
+        """Capture folder to which the workers' profilers write now, or None if no capture has set a
+        folder."""
 
     # Facts about the engine.
 
@@ -230,7 +231,9 @@ class InProcessTarget:
         return [passes.file_of(content) for content in contents or () if content is not None]
 
     def _ask_now(self, question: str, number: int) -> list[Any] | None:
-        """Return the answers of all cores; None if the cores cannot be asked now."""
+        """Return the answers of all cores to a question of `pass_socket`; None if the cores cannot be asked
+        now.
+        """
         answers = self.calls.ask_cores_now(passes.ANSWERS[question], number)
         if answers is not None or self.calls.asynchronous:
             return answers

@@ -81,14 +81,16 @@ def settings_of(config: Any) -> dict[Knob, Named]:
 
 
 def scheduler_here(engine: object) -> dict[str, Fact]:
-    """Return the scheduler's metrics of an engine of this process; empty if the engine keeps no
-    statistics.
+    """Return {name in sidecars: value} of the metrics of an engine's scheduler, for an engine of this
+    process. Empty if the engine keeps no statistics.
     """
     return scheduler(_page_of(engine, _METRICS))
 
 
 def counters_here(engine: object) -> dict[str, float]:
-    """Return the counters of an engine of this process; empty if the engine keeps no statistics."""
+    """Return {name of the counter: value} of an engine of this process; empty if the engine keeps no
+    statistics.
+    """
     return counters(_page_of(engine, _COUNTERS))
 
 
@@ -112,9 +114,7 @@ def _page_of(engine: object, names: Iterable[str]) -> str:
 
 
 def _metrics_in(held: object, names: Iterable[str]) -> Iterator[Any]:
-    """Yield the named metrics in an attribute of a logger, or in the dictionaries by engine or reason that it
-    holds.
-    """
+    """Yield the named metrics in `held`, a metric or nested dictionaries of metrics."""
     if isinstance(held, dict):
         for value in held.values():
             yield from _metrics_in(value, names)
@@ -123,8 +123,8 @@ def _metrics_in(held: object, names: Iterable[str]) -> Iterator[Any]:
 
 
 def unfinished(engine: object) -> dict[str, float]:
-    """Return the number of requests that an engine's front end has not answered; empty if the engine has no
-    such number.
+    """Return {name of the counter: number of requests that an engine's front end has not answered}. Empty if
+    this version has no such number.
     """
     processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
     count = getattr(processor, "get_num_unfinished_requests", None)
@@ -132,12 +132,14 @@ def unfinished(engine: object) -> dict[str, float]:
 
 
 def counters(page: str) -> dict[str, float]:
-    """Return the counters on a Prometheus page of vLLM."""
+    """Return {name of the counter: value} from a Prometheus page of vLLM."""
     return metrics.read_page(page, _COUNTERS)
 
 
 def scheduler(page: str) -> dict[str, Fact]:
-    """Return the scheduler's metrics on a Prometheus page of vLLM, summed over its data-parallel engines."""
+    """Return {name in sidecars: value} of the scheduler's metrics on a Prometheus page of vLLM, summed over
+    the data-parallel engines.
+    """
     sums = metrics.read_page(page, _METRICS, percents=())
     return {name: round(value, 6) for name, value in sums.items()}
 
@@ -156,7 +158,7 @@ def between(before: Mapping[str, Fact], after: Mapping[str, Fact]) -> dict[str, 
 
 
 def steady(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Return the facts that do not change while an engine lives."""
+    """Return those of `facts` that do not change while an engine lives, which are all except metrics."""
     return {name: value for name, value in facts.items() if name not in _METRICS.values()}
 
 

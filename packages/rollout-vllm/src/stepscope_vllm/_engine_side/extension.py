@@ -214,7 +214,7 @@ def _wrapper(worker: Any, spec: Spec) -> Any:
 
 
 def dp_of(vllm_config: Any) -> int:
-    """Return the number of this process' data-parallel engine.
+    """Return the number of this process' data-parallel engine, from 0.
 
     For dense models, data-parallel engines are independent: `data_parallel_rank` is 0 in all of them, and
     only `data_parallel_index` differs.
@@ -227,8 +227,8 @@ def dp_of(vllm_config: Any) -> int:
 
 
 def _activities(wanted: list[str]) -> list[Any]:
-    """Return the wanted activities that torch supports in this process. If the list is empty, as on an NPU,
-    the worker keeps its own activities.
+    """Return the wanted activities that torch supports in this process. Empty on an NPU: the worker then
+    keeps its own activities.
     """
     from torch.profiler import ProfilerActivity, supported_activities
 

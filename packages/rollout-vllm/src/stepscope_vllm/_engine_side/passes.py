@@ -72,8 +72,8 @@ def begin(core: Any, most: int) -> None:
 
 
 def end(core: Any) -> bytes | None:
-    """End a capture's notes, and return them for `file_of`, or None if there are none. Holds up the core for
-    milliseconds.
+    """End a capture's notes, and return the notes for `file_of`, or None if there are none. The call holds up
+    the core for milliseconds.
     """
     notes = _ended(core)
     return None if notes is None else notes.packed()
@@ -119,7 +119,9 @@ def kept(core: Any, start_ns: int) -> bytes | None:
 
 
 def _listening(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `EngineCoreProc.run_busy_loop` that also answers on `pass_socket`, on a thread."""
+    """Return a wrapper of `EngineCoreProc.run_busy_loop` that also answers on `pass_socket`, on a thread of
+    its own.
+    """
 
     @functools.wraps(run)
     def listening(self: Any, *args: Any, **kw: Any) -> Any:
@@ -184,9 +186,9 @@ class _Scheduled:
 
 
 class _Notes:
-    """Notes the passes of one engine core by replacing methods of the core and its scheduler.
+    """The notes of one engine core's passes. An instance replaces methods of the core and of its scheduler.
 
-    The methods run on the core's main thread, except `admit`, which runs on the core's input thread.
+    The new methods run on the core's main thread, except `admit`, which runs on the core's input thread.
     """
 
     def __init__(self, core: Any, log: PassLog) -> None:
@@ -195,7 +197,8 @@ class _Notes:
         self.log = log
         """The log of the running capture, else `ring`."""
         self.ring: PassRing | None = None
-        """The passes that are kept for the flight recorder, or None if it has not asked to keep passes."""
+        """The passes that are kept for the flight recorder, or None if the recorder has not asked for
+        passes."""
         self._core, self._scheduler = core, core.scheduler
         self._pending: dict[int, _Scheduled] = {}
         self._ended_ns = 0

@@ -3,9 +3,10 @@
 vLLM calls the entry points `vllm.general_plugins` of all installed packages, in each of its processes.
 
 The plugin hides sends because of a crash. A pipeline stage starts a send to the next stage, and waits for the
-send in its next pass. If the send uses gloo, torch ends the send's scope only then, in a recording that may
-be freed already. From vLLM 0.29 on, gloo sends the metadata of tensors; on CPUs, it also sends the tensors.
-So these sends are left out of all recordings; see `stepscope.backends.torch.record_function_scopes`.
+send in its next pass. If the send uses gloo, torch ends the send's scope only in that next pass, in a
+recording that may be freed already. From vLLM 0.29 on, gloo sends the metadata of tensors; on CPUs, gloo also
+sends the tensors. So sends over gloo are left out of all recordings; see
+`stepscope.backends.torch.record_function_scopes`.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def hide_sends() -> None:
 
 
 def is_missing() -> bool:
-    """Return whether the sends of this process' pipeline stages are visible to recordings, because the plugin
-    was not loaded.
+    """Return True if recordings contain the sends of this process' pipeline stages, because the plugin was
+    not loaded.
     """
     if _STATE not in sys.modules:
         return False

@@ -15,7 +15,7 @@ TEMPORARY = ".part-"
 
 def probe(folder: Path) -> None:
     """Make the folder and write a file in it, as a check. Without the check, vLLM would report success even
-    if it can write no trace.
+    if the trace cannot be written.
 
     Raises:
         OSError: the folder cannot be made or written.

@@ -87,7 +87,9 @@ def is_recording(name: str) -> bool:
 
 
 def stems_of(name: str) -> tuple[str, ...]:
-    """Return the parts of a file's name by which a trace and its table of operators belong together."""
+    """Return the parts of a file's name by which a trace and its table of operators are matched: a single
+    part, or two parts for a table of operators of vLLM up to 0.30.
+    """
     if table := re.fullmatch(r"profiler_out_(\d+)\.txt", name):  # up to 0.30
         return f"rank-{table[1]}", f"rank{table[1]}"
     return (re.sub(r"(?:\.\d+)?\.pt\.trace\.json(?:\.gz)?$|\.profiler_out\.txt$", "", name),)
@@ -104,7 +106,7 @@ def listed(folder: Path | None) -> set[str]:
 
 
 def holder(root: Path, prefix: str) -> Path:
-    """Return the folder in `root` that has files with this prefix; if there is none, return `root`."""
+    """Return the folder in `root` that contains files with this prefix; `root` if no folder does."""
     try:
         folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
     except OSError:
@@ -130,7 +132,9 @@ def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def whole_ns(changed: Mapping[str, int], name: str) -> int | None:
-    """Return the time of one trace in the result of `changed_ns`, even if `move` has renamed the trace."""
+    """Return the time of one trace in the result of `changed_ns`, even if `move` has renamed the trace. None
+    if the result has no such trace.
+    """
     (own,) = stems_of(name)
     return max((ns for stem, ns in changed.items() if own.endswith(stem)), default=None)
 
