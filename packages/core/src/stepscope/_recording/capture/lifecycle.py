@@ -5,12 +5,16 @@ and stops the profiler (unless the profiler has its own thread), and switches re
 exception (a Ctrl-C, an alarm) interrupts an opening, the opening is undone before the exception is raised. If
 it interrupts a closing, the closing is completed first.
 
-A closing has three parts. On the caller's thread, `Session.leave` reads the clock at the step's end, and
-`Lifecycle._end` asks workers and engines to stop (`CaptureWork.begin_stopping`) and stops recording and the
-profiler of this process (`Session.end`). On the private loop, while the caller waits, `CaptureWork._close`
-writes the spans and counters, awaits workers and engines, completes the manifest (`conclusion.conclude`) and
-frees the process for the next capture. Later, on the exporter's thread (`exports.Exporter`), traces and their
-sidecars are written, and `manifest.json` is written (`pipeline.fold_when_written`).
+A closing has three parts:
+
+1. On the caller's thread, `Session.leave` reads the clock at the step's end. `Lifecycle._end` then asks
+   workers and engines to stop (`CaptureWork.begin_stopping`), and stops recording and the profiler of this
+   process (`Session.end`).
+2. On the private loop, while the caller waits, `CaptureWork._close` writes the spans and counters and awaits
+   workers and engines. `_close` also completes the manifest (`conclusion.conclude`) and frees the process for
+   the next capture.
+3. Later, on the exporter's thread (`exports.Exporter`), traces and sidecars are written, and then
+   `manifest.json` (`pipeline.fold_when_written`).
 """
 
 from __future__ import annotations
@@ -188,8 +192,8 @@ class Lifecycle:
     def close(self, closing: Closing, timeout_s: float | None = None) -> None:
         """Close the capture, and wait up to `timeout_s` until it is closed.
 
-        If a signal handler calls this while it interrupts a start or stop of the profiler, the call returns
-        at once, and the capture is closed after that start or stop.
+        A signal handler may call this during a start or stop of the profiler. The call then returns at once,
+        and the capture is closed after the start or stop.
         """
         work = self._work
         if work is None or postponed(partial(self.close, closing, timeout_s)):

@@ -280,8 +280,8 @@ class Listener:
         return chosen
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
-        """Return whether `request` is for `step`. If all of its steps are in the past, answer that it was
-        missed.
+        """Return whether `request` is for `step`. If all steps of the request are in the past, answer that
+        the request was missed or has expired.
         """
         answer = self._answers[request.id]
         if step in answer.steps:

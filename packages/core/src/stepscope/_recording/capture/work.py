@@ -59,7 +59,9 @@ class CaptureWork:
         return self._participants is not None
 
     async def begin(self) -> Session | None:
-        """Make the session, open its files, and return it. Return None if the capture was closed before."""
+        """Make a session, open its files, and return the session. Return None if the capture was closed
+        before.
+        """
         if self.state != "opening":
             return None
         session = _make_session(self._asked, self._participants, self._began_ns)
@@ -83,7 +85,9 @@ class CaptureWork:
         session.open_logs()
 
     async def begin_stopping(self, closing: Closing) -> None:
-        """Begin to stop the workers and engines. If the opening is still starting them, cancel it first."""
+        """Begin to stop the workers and engines. If the opening is still starting them, cancel the
+        opening first.
+        """
         if self.state in ("opening", "open"):
             self.state = "closing"
         opening = self._opening

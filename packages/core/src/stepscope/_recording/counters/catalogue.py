@@ -1,8 +1,8 @@
 """The list of all counters.
 
-To add a counter here: (1) Write a `CounterSource` in `load`, `devices` or a new module, and an opener: a
-function that returns it in a list, or raises `AbsentError` with the reason. (2) Add the opener to `openers`,
-through `host.only` if the counter is for the whole host. (3) Add the counter to the table in
+To add a counter here: (1) Write a `CounterSource` in `load`, `devices` or a new module. (2) Write an opener:
+a function that returns the counter in a list, or raises `AbsentError` with the reason. (3) Add the opener to
+`openers`, through `host.only` if the counter is for the whole host. (4) Add the counter to the table in
 docs/counters.md. The report shows all counters. A counter needs a name in `stepscope.files.counters` only if
 the report draws conclusions from it.
 """
@@ -110,8 +110,8 @@ _ALLOWED = {"kind": get_args(CounterKind), "scope": get_args(CounterScope)}
 
 
 def _checked(source: CounterSource) -> CounterSource:
-    """Check the fields of a counter of another package, and return it. Raise `AbsentError` if a field is
-    wrong.
+    """Check the fields of a counter of another package, and return the counter. Raise `AbsentError` if a
+    field is wrong.
     """
     named = f"{type(source).__module__}.{type(source).__qualname__}"
     for field in ("name", "unit", "kind", "scope"):

@@ -52,7 +52,7 @@ class CounterLog:
         self._series = 0
         """Number of series that are already in the file."""
         self._until_ns = 0
-        """Time of the last tick in the file."""
+        """Time of the last tick in the file, CLOCK_MONOTONIC in ns."""
         self._written_ns = 0
         self._closing = False
 

@@ -38,7 +38,7 @@ tick is divided."""
 
 
 def rounded(value: float) -> float:
-    """Return a value rounded to three decimals, or to four significant digits if it is below 1."""
+    """Return a value rounded to three decimals, or between -1 and 1 to four significant digits."""
     return round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")
 
 
@@ -85,7 +85,7 @@ class Sampler:
         self.ticked: Callable[[], None] | None = None
         """Called on the sampling thread after each tick."""
         self.ended: Callable[[], None] | None = None
-        """Called on the sampling thread when it ends."""
+        """Called on the sampling thread when the thread ends."""
         self.is_over = False
         """True once the sampling thread has no more work. Set before `ended` is called."""
         self._openers = dict(openers)

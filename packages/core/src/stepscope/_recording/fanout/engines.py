@@ -126,7 +126,7 @@ class EngineOutcomes:
 ROLE = "rollout"
 """The role whose settings (`ranks`, `engine`) apply to engines."""
 _LONG_STOP_S = 108.0
-"""Longest stop of an engine's profiler that users have reported."""
+"""Longest stop of an engine's profiler that users have reported, in s."""
 _GRACE_S = 1.0
 """Longest wait for a cancelled stop to end."""
 _late_stops: set[asyncio.Future[list[Artifact]]] = set()
@@ -313,7 +313,7 @@ def _capture_of(
 
 async def _give_up_late_stops() -> None:
     """Cancel late stops before a capture starts its engines. Adapters still write the files, and readers find
-    them.
+    the files.
     """
     stops = tuple(_late_stops)
     for stop in stops:

@@ -53,9 +53,7 @@ def expect(presets: Iterable[Preset], installed: Callable[[str], str | None] = l
 def read_settings(
     target: str, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    """Read the settings from the arguments of a call of `target`, a function that begins steps, and store
-    them.
-    """
+    """Read and store the settings in the arguments of a call of `target`, a function that begins steps."""
     global _latest
     if target not in _settings_of:
         return

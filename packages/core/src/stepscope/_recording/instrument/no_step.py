@@ -1,10 +1,10 @@
 """A message at the end of an unedited program in which no step began, or no selected step.
 
-Without the message, a preset that does not fit, or a function that is never called, would silently capture
-nothing. The process that `stepscope run` started logs the message. Without `stepscope run`, or if `stepscope
-run` did not start a Python program, each process that has read the configuration logs the message. Of several
-ranks, only rank 0 does. Ray workers do not. Each process records in a file of the run's folder whether a step
-began, was captured, or failed. The logging process reads this file.
+Without the message, a run with a wrong preset, or with a listed function that is never called, would capture
+nothing silently. The process that `stepscope run` started logs the message. Without `stepscope run`, or if
+`stepscope run` did not start a Python program, each process that has read the configuration logs the message.
+Of several ranks, only rank 0 logs the message; Ray workers log none. Each process records in a file of the
+run's folder whether a step began, was captured, or failed. The logging process reads this file.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
 
 
 def is_alone() -> bool:
-    """Return whether this process is not one of several ranks of torch.distributed."""
+    """Return True unless this process is one of several ranks of torch.distributed."""
     distributed = _torch_distributed()
     return distributed is None or distributed[1] == 1
 
@@ -263,8 +263,9 @@ def is_prepared() -> bool:
 def run_id() -> str:
     """Return the id that all processes of one run share.
 
-    The id is STEPSCOPE_RUN_ID, else eight hex digits: a hash of the Ray job, or a random id that ranks agree
-    on in torch.distributed's store, or a random id. Workers get the id from the process that opens captures.
+    The id is STEPSCOPE_RUN_ID, else eight hex digits: a hash of the Ray job, or without Ray, a random number.
+    Ranks agree on the number in torch.distributed's store. Workers get the id from the process that opens
+    captures.
     """
     known = _ids.get("run")
     if known is None:

@@ -187,7 +187,7 @@ class ManifestPart:
             enter: Called with the parts of all processes, this process' part first. It may add items to this
                 part that depend on all parts.
             alone: True if no other process takes part in the capture. Otherwise this part is also written
-                before the other parts are read, so that if two ranks close at the same time, at least one
+                before the other parts are read. If two ranks close at the same time, at least one rank then
                 reads the part of the other.
         """
         if not alone:

@@ -81,7 +81,7 @@ def on_sigterm(number: int, frame: FrameType | None) -> None:
     if callable(_before):
         _before(number, frame)
         return
-    # Die of the signal, which is the default, so that the parent process sees it.
+    # The process ends by the signal, as is the default, so that its exit status names the signal.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,9 +1,9 @@
 """Queries of NCCL's RAS service, which counts the collectives that each rank of the job has launched.
 
-Every process that uses NCCL has a RAS thread, which can answer for the whole job. It listens on a port of its
-host and reads requests as lines of text. It answers `OK` or an error; to `STATUS` it sends one document and
-closes the connection. NCCL since 2.28.7 and RCCL can send JSON. An older NCCL refuses `SET FORMAT JSON`, and
-the query fails.
+Every process that uses NCCL has a RAS thread, which can answer for the whole job. The thread listens on a
+port of its host and reads requests as lines of text. It answers `OK` or an error; to `STATUS` it sends one
+document and closes the connection. NCCL since 2.28.7 and RCCL can send JSON. An older NCCL refuses `SET
+FORMAT JSON`, and the query fails.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _TRY_S = 0.4
 """Longest wait for a greeting. The ranks of a host share the port, and the rank that accepts the connection
 may hang; the next attempt may reach another rank."""
 _PAIRS = frozenset({"Send", "Recv", "SendRecv", "PutSignal", "Signal", "WaitSignal"})
-"""Operations between two ranks. They are not counted, because ranks of a communicator launch different
-numbers of them."""
+"""Operations between two ranks. Such operations are not counted, because their numbers differ between the
+ranks of a communicator."""
 _MOST = 64
-"""Largest number of communicators that are returned, and of ranks of each."""
+"""Largest number of communicators that are returned, and largest number of ranks in each communicator."""
 _NO_COMMA = re.compile(r'("nvml_dev": -?\d+)(?=\s*")')
 """Matches the place in a missing rank's JSON at which NCCL 2.28 omits a comma."""
 _SIOCGIFADDR = 0x8915

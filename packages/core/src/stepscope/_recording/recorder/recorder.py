@@ -63,8 +63,8 @@ task."""
 
 
 def known_here(workers: bool) -> bool:
-    """Return whether this process should query Ray for the calls of all actors: it is the driver, or has
-    workers.
+    """Return whether this process should query Ray for the calls of all actors. Return True if the process is
+    the driver or has workers, and is connected to Ray.
     """
     ray = identity.connected()
     if ray is None:
@@ -177,7 +177,7 @@ class Recorder:
         self._has_obeyed = False
         """True once an order has arrived since `ask_for_order` began."""
         self.is_hurried = False
-        """True if the process is ending, so that it must not wait long for other processes."""
+        """True if the process is ending and must not wait long for other processes."""
 
     def sample(self) -> None:
         """Start sampling counters."""

@@ -48,7 +48,7 @@ class Ring(SpanMaker):
 
     @property
     def last_id(self) -> int:
-        """Number of the span that opened last, or 0."""
+        """Number of the span that opened last, or 0 if the ring is empty."""
         try:
             return self._spans[-1].id
         except IndexError:

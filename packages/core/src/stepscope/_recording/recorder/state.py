@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 
 def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
-    """Call `ask` on a separate thread. Return its result, or None if it raises or takes longer than
-    `seconds`.
+    """Call `ask` on a separate thread. Return the result, or None if `ask` raises or takes longer
+    than `seconds`.
 
     Args:
         name: Noun phrase for the log. An exception is logged at level DEBUG.
@@ -79,7 +79,7 @@ _ASK_S = 0.5
 _BITE_S = 0.004
 """Time of work between two pauses. Without pauses, Python lets a thread keep the interpreter for 5 ms."""
 _REST_S = 0.0005
-"""Length of a pause, in which another thread may take the interpreter and keep it until it waits."""
+"""Length of a pause, in which another thread may take the interpreter and keep it until that thread waits."""
 _BATCH = 20
 """Number of items between two readings of the clock."""
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
@@ -191,8 +191,8 @@ class _Calls:
                 self._rest.append(task)
 
     def _leaves(self) -> tuple[list[Span], dict[int, int]]:
-        """Return the innermost open spans, at most `ALIKE` of each group and `MOST` in total, and {number
-        of the first span of a group: count of its spans that are left out}.
+        """Return (innermost open spans, counts). At most `ALIKE` spans of each group and `MOST` in total are
+        returned. The counts are {number of the group's first span: count of spans that are left out}.
         """
         above, open_ = set[int | None](), list[Span]()
         for span in self._paced(self._spans):
@@ -284,7 +284,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
-    """Yield the threads of this process, without those of stepscope. `before` is the result of `_callbacks`
+    """Yield the threads of this process, without stepscope's threads. `before` is the result of `_callbacks`
     from `_BLOCKED_S` ago: a loop that still runs the same callback is blocked.
     """
     stacks, now = sys._current_frames(), _callbacks()

@@ -41,7 +41,7 @@ SHORTEST = 10
 """A step is first compared with the quantile 1/`SHORTEST` (0.1) of earlier durations. Only a step that is
 much longer than this quantile is compared with steps of its own kind, which takes more time."""
 FIRST = 10
-"""Number of steps at the beginning that are never slow, because they warm up."""
+"""Number of steps at the beginning that are never reported as slow, because the program warms up."""
 
 
 class RecordedStep:

@@ -3,7 +3,7 @@ server.
 
 This process is not a worker of the capture. Its flight recorder keeps all spans. Spans below an attached
 carrier of the step are written into the step's folder, as the part of another process. The part is written
-again when further such spans have ended, at most every `_PAUSE_S`.
+again when further spans below the carrier have ended, at most every `_PAUSE_S` seconds.
 """
 
 from __future__ import annotations

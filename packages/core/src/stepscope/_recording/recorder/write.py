@@ -400,8 +400,8 @@ def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Sp
 
 
 def _is_of_window(span: Span, window: Window) -> bool:
-    """Return whether a span that was running at the beginning of the window belongs to it: the span ended in
-    the window, or belongs to a trajectory.
+    """Return whether a span that was running at the beginning of the window belongs to the window: the span
+    ended in the window, or belongs to a trajectory.
     """
     ended = span.end_ns
     return (ended is not None and ended <= window.closed.mono_ns) or scopes.trajectory_at(span) is not None

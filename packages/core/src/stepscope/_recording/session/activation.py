@@ -144,7 +144,7 @@ def keep(recorder: FlightRecorder | None) -> None:
 
 
 def hand_to_worker(claim: Claim, session: Session) -> None:
-    """Pass the claim to a worker's session, which frees it when its files are closed."""
+    """Pass the claim to a worker's session, which frees the claim when its files are closed."""
     session.on_closed = claim.free
     claim.taker = session
 

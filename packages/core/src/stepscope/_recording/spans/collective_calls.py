@@ -77,7 +77,7 @@ _is_on = False
 _installed = False
 """True if the methods of `ProcessGroup` and `Work` have been replaced. One writer: `watch`."""
 _issued: dict[int, _Issued] = {}
-"""{id of a `Work`: its call} of calls that no code has waited for. `sweep` removes entries whose `Work` was
+"""{id of a `Work`: the call}, for calls that no code has waited for. `sweep` removes entries whose `Work` was
 freed."""
 seen: deque[tuple[str, int, int]] = deque(maxlen=4096)
 """(process group, number, monotonic start in ns) of the last calls. The limit is above the number of calls in
@@ -306,8 +306,8 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
 
 
 def _has_unseen(since_ns: int) -> bool:
-    """Return whether C++ code has issued calls: the number of calls of some process group since
-    `begin_issued` is larger than the number of calls by Python code since `since_ns`.
+    """Return whether C++ code has issued calls. Compared are, for each process group, the number of all calls
+    since `begin_issued` and the number of calls by Python code since `since_ns`.
     """
     if not is_on():
         return False

@@ -1,9 +1,10 @@
 """Support for torch.compile, whose compiled code may contain recorded functions.
 
-A recorded function stays in one graph with the surrounding code: its wrapper first calls `recording` or
-`is_idle`, which torch replaces by constants, so that the rest of the wrapper is compiled away. A capture does
-not cause a recompilation. If the user's function breaks the graph, the wrapper runs as ordinary Python. torch
-then compiles each function that is called with a tensor, except functions marked as `uncompiled`.
+A recorded function stays in one graph with the surrounding code. Its wrapper first calls `recording` or
+`is_idle`, which torch replaces by constants. The remaining code of the wrapper is then compiled away. A
+capture does not cause a recompilation. If the user's function breaks the graph, the wrapper runs as ordinary
+Python. torch then compiles each function that is called with a tensor, except functions marked as
+`uncompiled`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `inspect` reports a plain function for an `async def` below a decorator, or for a `def` that returns another
 function's coroutine. The span of such a call ends when the result ends. A coroutine is replaced by a
-coroutine that awaits it and ends the span, but only if there is no other reference to it, because other code
-could await it too. A future gets a callback. Other awaitables, such as Ray's `ObjectRef`, are not followed;
-the span ends when the function returns.
+coroutine that awaits the original and ends the span. A coroutine with other references is not replaced,
+because other code could await it too. A future gets a callback. Other awaitables, such as Ray's `ObjectRef`,
+are not followed; the span ends when the function returns.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
 
 
 def declared(member: object) -> Declared | None:
-    """Return the arguments of `profile_step` for a function or method, also below other decorators; None if
-    it is not decorated.
+    """Return the arguments of `profile_step` for a function or method, also below other decorators. Return
+    None if `member` is not decorated.
     """
     return cast("Declared | None", _nearest(member, _DECLARED))
 
