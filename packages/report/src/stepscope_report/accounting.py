@@ -22,7 +22,7 @@ class Interval(NamedTuple):
     above: int | None
     """Index of the parent interval, or None if there is none. Parents form no cycles."""
     bit: int
-    """Bit in a mask that stands for the interval's kind."""
+    """Index of the interval's kind, and of the bit in a mask that stands for this kind."""
 
 
 class Held(NamedTuple):
@@ -40,13 +40,14 @@ class Shares(msgspec.Struct):
     wall_ns: Counter[Label]
     """Time in ns attributed to each label."""
     alone_ns: Counter[Label]
-    """The part of the time that was attributed to this label alone."""
+    """Time in ns attributed to each label while no other label shared the time."""
     active_ns: Counter[Label]
-    """Time in which each label had a running leaf, attributed or not."""
+    """Time in ns in which each label had a running leaf, whether or not the time was attributed to the
+    label."""
     together_ns: Counter[tuple[Label, ...]]
-    """Time that two or more labels shared, by the tuple of these labels."""
+    """Time in ns that two or more labels shared, by the tuple of these labels."""
     idle_ns: int
-    """Time in which no interval ran."""
+    """Time in ns in which no interval ran."""
 
 
 def divide(
@@ -131,7 +132,9 @@ def sweep(
 
 
 def walk(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Iterator[tuple[int, int, Mask]]:
-    """Yield (start, end, kinds that have a leaf) in order, without gaps from `start_ns` to `end_ns`."""
+    """Yield (start, end, mask of the kinds with a running leaf) in order, without gaps from `start_ns` to
+    `end_ns`.
+    """
     events: list[tuple[int, int]] = []
     for index, interval in enumerate(intervals):
         opens_ns, closes_ns = max(interval.start_ns, start_ns), min(interval.end_ns, end_ns)

@@ -110,11 +110,11 @@ def step_brief(
 def run_brief(
     reports: Sequence[StepReport], folders: Mapping[int, Path], left_out: Mapping[str, Sequence[int]] = {}
 ) -> list[Part]:
-    """Return the brief of the longest of these steps.
+    """Return the brief of the longest step in `reports`. The brief only counts the other steps.
 
     Args:
         folders: The folder of each step, by number.
-        left_out: {id of another run in the folder: its steps that are not among these}.
+        left_out: {id of another run in the folder: its steps, which `reports` leaves out}.
     """
     longest = max(reports, key=lambda report: report.breakdown.window_ns)
     others = [report for report in reports if report is not longest]
@@ -151,7 +151,9 @@ def brief_html(parts: Sequence[Part]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Escape Markdown's special characters. An underscore inside a word stays, because it is not one."""
+    """Escape Markdown's special characters. An underscore inside a word stays, because Markdown
+    prints it as it is.
+    """
     return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 
@@ -237,7 +239,10 @@ def _findings(report: StepReport) -> Iterator[str]:
 
 
 def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
-    """Yield a line for the engine with the least idle time, and a line for the engine with the most."""
+    """Yield a line for the engine with the least idle time, then a line for the engine with the most.
+
+    A single engine has one line. An engine of unknown idle time counts as never idle.
+    """
     ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
     for engine in (*ordered[:1], *ordered[1:][-1:]):
         yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"

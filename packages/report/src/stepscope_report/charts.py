@@ -30,17 +30,17 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     """One block. Times are ns after the capture opened."""
 
     label: Label
-    """The stage of the mark; if it covers several stages, the one with the most time."""
+    """The stage of the mark; if the mark covers several stages, the stage with the most time."""
     start_ns: int
     end_ns: int
     spans: int = 1
     """Number of calls that the mark stands for. A mark of `_runs` counts stretches of time instead."""
     at_once: int = 1
-    """Largest number of these calls that ran at once."""
+    """Largest number of the mark's calls that ran at once."""
     open: bool = False
-    """True if one of the calls never ended. The mark then extends to the process' last sign of life."""
+    """True if a call of the mark never ended. The mark then extends to the process' last sign of life."""
     failed: int = 0
-    """Number of the calls that ended with an exception."""
+    """Number of the mark's calls that ended with an exception."""
     gaps_ns: int = 0
     """Time inside the mark in which none of its calls ran."""
 
@@ -178,7 +178,9 @@ def _wall_ns(mark: Mark) -> int:
 
 
 def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
-    """Return the indices of every k-th of `count` rows, at most `limit`, and of the wanted rows."""
+    """Return the sorted indices of every k-th of `count` rows, at most `limit`. Indices in `wanted` are
+    added.
+    """
     every = max(1, -(-count // limit))
     return sorted({*range(0, count, every), *(index for index in wanted if index < count)})
 
@@ -216,10 +218,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     strips: bool
-    """True if a process is drawn as a strip of its most specific stage at each instant."""
+    """True if each process is drawn as one strip, which shows its most specific stage at each instant."""
     processes: int
     rows: tuple[Row, ...]
-    """The drawn rows. There are fewer than `processes` if some are left out."""
+    """The drawn rows. There are fewer rows than `processes` if some processes are left out."""
 
 
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,13 +232,13 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
     spans: int
     """Number of all spans of the step."""
     shortest_ns: int
-    """Neighbouring marks that are shorter than this, or less than this apart, are drawn as one mark."""
+    """Length in ns. Neighbouring marks that are shorter, or less far apart, are drawn as one mark."""
 
 
 def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS) -> Gantt:
     """Return the chart of one step, whose table is `stages`.
 
-    Positions of marks are exact, except for united ones.
+    Positions of marks are exact, except those of united marks.
     """
     slowest = {stage.slowest for stage in stages if stage.slowest is not None}
     drawn, shortest_ns = _fit(_groups(timeline, slowest), timeline.window.wall_ns, budget, _thin, _count)
@@ -320,7 +322,7 @@ def _lanes(timeline: Timeline, indices: Sequence[int]) -> tuple[tuple[Mark, ...]
 def _calls(
     timeline: Timeline, indices: Sequence[int]
 ) -> tuple[dict[Label, list[Span]], dict[Label, set[Label]]]:
-    """Return the spans by stage, and the stages of this process that called each one directly."""
+    """Return the spans by stage, and the stages of the same process that called each stage directly."""
     calls: dict[Label, list[Span]] = defaultdict(list)
     callers: dict[Label, set[Label]] = defaultdict(set)
     for index in indices:
@@ -336,7 +338,7 @@ def _calls(
 def _callers_first(calls: Iterable[Label], callers: Mapping[Label, set[Label]]) -> list[Label]:
     """Return the stages in the order of their first calls, each after its callers.
 
-    If stages call each other, the stage that was called first comes first.
+    If stages call each other in a circle, the stage that was called first comes first.
     """
     order: dict[Label, None] = {}
 
@@ -382,12 +384,12 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     needed: int
     """Number of lanes that all trajectories take, which is the largest number that ran at once."""
     lanes: tuple[tuple[Flight, ...], ...]
-    """The drawn lanes. There are fewer than `needed` if some are left out."""
+    """The drawn lanes. There are fewer lanes than `needed` if some lanes are left out."""
     in_flight: tuple[float, ...]
     """Number of trajectories that ran, on average, in each of `_SAMPLES` equal parts of the window."""
     marks: int
     shortest_ns: int
-    """Neighbouring marks shorter than this are drawn as one mark."""
+    """Length in ns. Shorter neighbouring marks are drawn as one mark."""
 
 
 def pack_trajectories(
@@ -448,7 +450,8 @@ def _members(timeline: Timeline) -> Iterator[int]:
 def _flight(timeline: Timeline, name: str, indices: list[int]) -> Flight:
     """Return a trajectory without marks.
 
-    It lasts from the opening of the span `trajectory` to its end, or for the extent of all spans with its id.
+    The trajectory lasts from the start of its span `trajectory` to the end of this span. Without this span,
+    it lasts for the extent of all spans with its id.
     """
     own = [timeline.spans[index] for index in indices]
     spans = [span for span in own if span.stage == "trajectory"] or own

@@ -45,11 +45,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time per step, in whole ns."""
     min_ns: int = 0
     max_ns: int = 0
-    """The longest time in any of the steps; equal to the mean if there is one step."""
+    """The longest time in a step; equal to the mean if the side has one step."""
     calls: float = 0.0
     """Mean number of calls per step."""
     mean_ns: int | None = None
-    """The mean duration of the calls that ended."""
+    """Mean duration of the calls that ended, in ns. None if no call ended."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     """All lines, the largest change first, whatever its sign."""
     phases: tuple[Change, ...] = ()
-    """Changes of times that overlap the lines, as the forward pass: of traces of others alone."""
+    """Changes of times that overlap the lines, such as the forward pass. Empty unless both sides are traces
+    that stepscope did not write."""
     kernels: KernelDiff | None = None
     """The changes of kernels, or None if the traces were not read."""
 
@@ -86,7 +87,7 @@ Place: TypeAlias = tuple[str, str | None]
 
 
 class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of an operator in calls whose inputs had these shapes."""
+    """The time of an operator in the calls whose inputs had the shapes `shapes`."""
 
     shapes: str
     """The shapes in torch's form: `[[64, 128], [128, 32]]`."""
@@ -337,7 +338,9 @@ CHANGES = 4
 
 
 def step_changes(reports: Sequence[StepReport]) -> TextTable:
-    """Return the change of each step from the previous one: of the whole step, and its largest changes."""
+    """Return a table with a row for each pair of neighbouring steps: the change of the whole step, and the
+    lines of the account that changed most.
+    """
     rows = []
     for before, after in pairwise(reports):
         step_change = diff([before], [after])

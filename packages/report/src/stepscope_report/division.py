@@ -144,7 +144,8 @@ def _mask(engines: Sequence[ReplicaKey | None], stalled: Set[ReplicaKey], *, who
 
 
 def _engine(timeline: Timeline, span: Span) -> ReplicaKey | None:
-    """Return the engine that a span waits for, if any engine stalled.
+    """Return the engine that a span waits for: `_ANY` if the span names no engine. None if no engine stalled,
+    or if the span waits for no engine.
 
     A turn without a span below it waits for the model: tools have spans of their own.
     """
@@ -168,7 +169,7 @@ def _tier(timeline: Timeline, span: Span) -> int:
 def beside_step(timeline: Timeline) -> tuple[int, int]:
     """Return the time in ns for opening and for closing the capture.
 
-    If each rank opens its own capture, all of them wait for the slowest rank, whose times count.
+    If each rank opens its own capture, all ranks wait for the slowest rank, whose times are returned.
     """
     if not timeline.window.opened:
         return 0, 0

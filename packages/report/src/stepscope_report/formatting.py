@@ -59,12 +59,16 @@ def tenths(part: int, total: int) -> int:
 
 
 def middle(values: Iterable[int]) -> int:
-    """Return the median; for an even number of values, the mean of the middle two."""
+    """Return the median, rounded; for an even number of values, the mean of the middle two.
+
+    Raises:
+        statistics.StatisticsError: there is no value.
+    """
     return round(statistics.median(values))
 
 
 def moment(unix_ns: int) -> str:
-    """Return `2025-06-15 15:06:40 UTC`."""
+    """Return a unix time as text: `2025-06-15 15:06:40 UTC`."""
     try:
         return f"{_EPOCH + timedelta(microseconds=unix_ns // 1000):%Y-%m-%d %H:%M:%S} UTC"
     except OverflowError:  # beyond the year 9999: a damaged file
@@ -87,18 +91,18 @@ def visible(text: str) -> str:
 
 
 def turn(trajectory: str | None, index: int | None) -> str:
-    """Return `math-17 turn 3`."""
+    """Return the id of a trajectory and the turn, as far as they are known: `math-17 turn 3`."""
     return (trajectory or "") + ("" if index is None else f" turn {index}")
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 span`, `2,345 spans`, `3 processes`, `4 trajectories`."""
+    """Return a number with its noun: `1 span`, `2,345 spans`, `3 processes`, `4 trajectories`."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def size(number: int) -> str:
-    """Return `812 B`, `4.5 kB`, `1.2 GB`: powers of 1000."""
+    """Return a number of bytes as text: `812 B`, `4.5 kB`, `1.2 GB`. Units are powers of 1000."""
     value, units = float(number), iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while value >= 999.5 and unit != "TB":
@@ -107,12 +111,12 @@ def size(number: int) -> str:
 
 
 def few(names: Sequence[str], most: int) -> str:
-    """Return `a, b ...`: the first names, and dots if there are more."""
+    """Return the first `most` names as text, with dots if there are more: `a, b ...`."""
     return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
 
 
 def numbers(steps: Iterable[int]) -> str:
-    """Return `3, 5-9, 12`, cut after a few stretches."""
+    """Return step numbers as text, in order: `3, 5-9, 12`. After `STRETCHES` stretches, dots follow."""
     ordered = sorted(set(steps))
     breaks = [0, *(at for at, (a, b) in enumerate(pairwise(ordered), 1) if b > a + 1), len(ordered)]
     stretches = [
@@ -128,12 +132,14 @@ def both(a: str, b: str) -> str:
 
 
 def signed(ns: int) -> str:
-    """Return `+1.20 s`, `-3.00 ms`, `0`."""
+    """Return a duration with its sign: `+1.20 s`, `-3.00 ms`, `0`."""
     return f"+{duration(ns)}" if ns > 0 else duration(ns)
 
 
 def percentage(part: int, whole: int) -> str:
-    """Return `+12.3`, `-4.0` or `0.0`; `-` if `whole` is 0."""
+    """Return `part` as a signed percentage of `whole`: `+12.3`, `-4.0` or `0.0`; `-` if `whole` is not
+    positive.
+    """
     if whole <= 0:
         return "-"
     rounded = tenths(part, whole)
@@ -159,5 +165,5 @@ def starred(name: str, profiled: bool) -> str:
 
 
 def say_profiled(*profiled: bool) -> str:
-    """Return the note that explains the `*` of `starred`, or "" if no process has it."""
+    """Return the note that explains the `*` of `starred`, or "" if no name has a `*`."""
     return PROFILED if any(profiled) else ""

@@ -57,7 +57,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     """The kind of the compared steps: captured steps, or steps without a profiler."""
     changed: bool | None
-    """True if zero lies outside of the interval, or None without an interval."""
+    """True if zero lies outside of the interval. None if there is no interval."""
     failed: bool
     undecided: bool = False
     """True if the interval holds both zero and a change beyond the limit, so that these steps do not show
@@ -211,7 +211,8 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
     """One side of the gate."""
 
     whole: bool
-    """True if a whole run was given: its other steps are compared as well if there are enough."""
+    """True if the side is a whole run. If both sides are whole runs with enough uncaptured steps, these steps
+    are compared instead of captured steps."""
     captured: Sequence[Durations] = ()
     """Each stage's share of the step. The times for opening and closing the capture are not included."""
     recorded: Sequence[Durations] = ()
@@ -226,7 +227,7 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
         return {name for step in (*self.captured, *self.recorded) for name in step} - {STEP}
 
     def unprofiled(self, name: str) -> list[float]:
-        """Return one stage's times in the steps without a capture. Empty if none of these steps states the
+        """Return one stage's times in the steps without a capture. Empty if no such step states the
         stage's time.
         """
         steps = max(self.recorded, self.timed, key=len) if name == STEP else self.recorded
@@ -318,7 +319,9 @@ def _recorded(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> Ite
 
 
 def _timed(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> list[Durations]:
-    """Return the duration of each uncaptured step. If several owners timed a step, the slowest one counts."""
+    """Return the duration of each uncaptured step, by step number. If several owners timed a step, the
+    slowest owner counts.
+    """
     slowest: dict[int, int] = defaultdict(int)
     for path in layout.uncaptured_files():
         if path.stem.endswith(f"_{safe(run)}"):

@@ -37,14 +37,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     life."""
     errors: int
     cancelled: int
-    """The number of cancelled calls; a cancellation is no error."""
+    """Number of cancelled calls, which `errors` does not count."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None
     p95_ns: int | None
     max_ns: int | None
     active_ns: int
-    """Time of the step in which at least one of the calls ran."""
+    """Time of the step in ns in which at least one of the calls ran."""
 
 
 class Grouping(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +59,8 @@ class Grouping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_spans(timeline: Timeline, attribute: str) -> Grouping:
-    """Return the spans that state the attribute, grouped by its value. Without such spans there are no
-    groups.
+    """Return the spans that state the attribute, grouped by its value. `groups` is empty if
+    no span states it.
     """
     spans: dict[str, list[Span]] = defaultdict(list)
     for span in timeline.spans:

@@ -71,7 +71,8 @@ class Holds:
     """Reasons why processes of a step were held up, from its counters and the requests of its engines.
 
     Args:
-        usual: Number of preempted requests in a neighbouring step.
+        usual: Usual number of preempted requests in a step. Preemptions hold up a step only if they are more
+            than twice as many.
         busy_hosts: Hosts whose cores were all busy.
     """
 
@@ -91,7 +92,7 @@ class Holds:
         self._throttled = _throttled(timeline)
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
-        """Return how many ns of these stretches a process was held up, according to the counter `name`.
+        """Return how many ns of the stretches `pairs` a process was held up, according to the counter `name`.
 
         A disk sleep is known only for the moment of its sample, so it counts only for a stretch that contains
         this moment.
@@ -106,8 +107,8 @@ class Holds:
         return round(held / 100)
 
     def core_ns(self, process: int, pairs: Iterable[Pair], thread: int | None = None) -> int:
-        """Return how many ns of these stretches a thread (by default the main thread) lacked a core, by its
-        samples.
+        """Return how many ns of the stretches `pairs` a thread (by default the main thread) lacked a core, by
+        its samples; 0 without samples.
         """
         pieces = self._core_waits.get((process, thread or self._pid(process)), ())
         return round(sum(piece.value / 100 * _inside_ns(pairs, piece) for piece in pieces))
@@ -115,8 +116,8 @@ class Holds:
     def at_most_ns(
         self, process: int, pairs: Iterable[Pair], thread: int | None = None, *, sampled: bool = True
     ) -> int:
-        """Return the largest number of ns of these stretches in which a thread (by default the main thread)
-        may have lacked a core.
+        """Return the largest number of ns of the stretches `pairs` in which a thread (by default the main
+        thread) may have lacked a core.
 
         A sample states for how long a thread lacked a core since the previous sample, but not when. Time
         without samples counts in full if all cores of the host were busy.
@@ -173,8 +174,9 @@ class Holds:
 
     def unless_held(self, suspect: Suspect) -> Suspect | None:
         """Return the suspect, or None to drop it because its calls may have lacked a core for half of its
-        excess. If counters explain half of the excess, the returned suspect says what held up its process for
-        longest.
+        excess. If counters explain half of the excess, the returned suspect names what held up its process
+        for longest. If engines preempted unusually many requests, a suspect that generates becomes a
+        preemption.
         """
         if self._preempted and suspect.label is not None and suspect.label[0] in GENERATES:
             ((engine, number),) = self._preempted.most_common(1)
@@ -197,7 +199,7 @@ class Holds:
         held = {name: self.ns(process, name, [*every, *suspect.spells]) for name in _HOLDS}
         held[CORE_WAIT] = 0
         held[DISK_SLEEP] = self.ns(process, DISK_SLEEP, of_thread[pid])
-        # A collective: other threads send its data.
+        # If a call is a collective, other threads send its data.
         meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)
         most_ns = sum(
             self.at_most_ns(process, pairs, thread, sampled=not meets)
@@ -211,7 +213,7 @@ class Holds:
             held[CORE_WAIT] = sum(self.core_ns(process, pairs, at) for at, pairs in of_thread.items())
         if sum(held.values()) * 2 < suspect.longer_ns:
             return None if most_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
-        collects = held[GC] * 2 >= suspect.longer_ns  # a process may also lack a core while it collects
+        collects = held[GC] * 2 >= suspect.longer_ns  # collecting may lack a core too
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
         kind = _HOLDS[name].kind
@@ -235,7 +237,7 @@ class Holds:
         )
 
     def _slowed(self, suspect: Suspect, process: int, calls: Sequence[Pair]) -> Suspect:
-        """Return the suspect, with a reason if its GPU was slowed for half of its excess."""
+        """Return the suspect. If its GPU was slowed for half of the excess, `because` names the reason."""
         gpu, slow = self._throttled.get(process, ("", []))
         ns = common_ns(joined(calls), slow)
         if ns * 2 < suspect.longer_ns or not ns:
@@ -290,8 +292,8 @@ def _inside_ns(pairs: Iterable[Pair], piece: Piece) -> int:
 
 
 def _core_waits(timeline: Timeline) -> Iterator[tuple[tuple[int, int], list[Piece]]]:
-    """Yield ((process, thread), its waits for a core). A thread that was first sampled after the step has
-    none.
+    """Yield ((process, thread), its waits for a core). A thread that was first sampled after the step is
+    left out.
     """
     for counter in timeline.counters:
         process = timeline.processes[counter.process]

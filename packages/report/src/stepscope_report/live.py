@@ -29,7 +29,7 @@ from stepscope_report.table import grouped
 COMPARED = 50
 """Number of the latest steps with which the running step is compared."""
 _NAMED = 8
-"""Largest number of trajectories that are named."""
+"""Largest number of trajectories in `Live.oldest`."""
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class StageNow(msgspec.Struct, frozen=True, kw_only=True):
     last_s: float
     """Seconds in the last step that ended; 0 if the stage did not run."""
     median_s: float
-    """Median over the steps in which the stage ran."""
+    """Median in seconds over the last steps in which the stage ran."""
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     turn: int | None
     stage: str
-    """The innermost call of the trajectory."""
+    """Stage of the innermost open call of the trajectory."""
     age_ns: int
 
 
@@ -72,8 +72,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     durations_ns: tuple[int, ...]
     """The durations of the last steps, the latest last."""
     between_ns: int | None
-    """Median time from the end of one of these steps to the start of the next; None if no two are
-    consecutive."""
+    """Median time from the end of a step in `durations_ns` to the start of the next step; None if no two of
+    the steps are consecutive."""
     median_ns: int | None
     """Median duration of the last steps of the same kind as the running step, or None if there are none."""
     compared: int
@@ -138,8 +138,9 @@ def live(
 
 
 def usual_ns(lines: Sequence[StepLine], step: int | None) -> list[int]:
-    """Return the durations of the last steps of the kind of the step with the number `step`, or of all
-    steps if `step` is None."""
+    """Return the durations of those of the last steps that are of the same kind as step number `step`. If
+    `step` is None, the durations of all last steps are returned.
+    """
     took = {line.step: line.dur_ns for line in lines[-COMPARED:]}
     same = took if step is None else like(step, took)
     return [ns for number, ns in took.items() if number in same]
@@ -209,7 +210,7 @@ def _flights(states: Sequence[ProcessState]) -> list[Flight]:
     ]
 
 
-# Devices and engines: a row each, or for many of them the spread and the worst value.
+# Each device and each engine has a row. If there are many, the view has spreads and worst values instead.
 
 _MOST_ROWS = 64
 """Largest number of devices, or of engines, that get a row each. If there are more, spreads are shown."""
@@ -245,11 +246,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """`GPU 3 of node-a`, `replica 0`; or `actor 0, cuda:0` if only torch samples the device."""
     values: dict[str, float]
-    """{title of a column: mean over the last seconds}."""
+    """{title of a column: mean over the last seconds, in the column's unit}."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """One column over many devices or engines. Percentiles are values of some of them (nearest rank)."""
+    """One column over many devices or engines. Each percentile is the value of a device or engine
+    (nearest rank).
+    """
 
     column: str
     number: int

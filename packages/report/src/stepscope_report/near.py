@@ -34,7 +34,7 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     stages: Mapping[str, float]
     """{`role/stage`: seconds} of the top spans of the step's owner."""
     path_ns: Mapping[Label, int]
-    """Own time of each stage on the critical path."""
+    """Own time in ns of each stage on the critical path."""
     outside_ns: int = 0
     """Time on the critical path in which no span ran."""
     call_ns: Mapping[Label, int]
@@ -92,17 +92,18 @@ class Neighbours:
         self._read: dict[tuple[Path, str], NearStep | None] = {}
 
     def of(self, folder: Path, timeline: Timeline) -> Sequence[NearStep]:
-        """Return the nearest captured steps of the same kind if the step took longer, else an empty sequence.
+        """Return the nearest captured steps of the same kind that took less time. Empty if most near steps
+        took as long.
 
-        Spans of other steps are read only if the step took longer.
+        The spans of another step are read only if that step took less time.
         """
         stages = top_stages(timeline)
         read = (self._step(root, timeline.run_id) for root in self.shorter(folder, timeline)[:_READ])
         return tuple(step for step in read if step is not None and alike(step.stages, stages))
 
     def shorter(self, folder: Path, timeline: Timeline) -> list[Path]:
-        """Return the folders of near captured steps that took less time, or an empty list if most near steps
-        took as long.
+        """Return the folders of near captured steps that took less time, the nearest first. Empty if most
+        near steps took as long, or if the step never closed.
         """
         run = RunLayout(folder.absolute().parent)
         others = sorted(
@@ -115,7 +116,9 @@ class Neighbours:
         return shorter if timeline.window.closed and len(shorter) * 2 >= len(walls) else []
 
     def _wall_ns(self, root: Path, run_id: str) -> int | None:
-        """Return the duration of a step from its manifest, or None if it is of another run or ended early."""
+        """Return the duration of a step from its manifest, or None if the step is of another run or ended
+        early.
+        """
         if (root, run_id) not in self._walls:
             layout = StepLayout(root)
             whole = read_records([layout.manifest], Manifest)
@@ -141,5 +144,5 @@ class Neighbours:
 
 
 def is_longer(ns: int, usual_ns: int) -> bool:
-    """Return whether a step took at least a tenth longer than usual."""
+    """Return whether a step of `ns` took at least a tenth longer than a step of `usual_ns`."""
     return ns * 10 >= usual_ns * 11

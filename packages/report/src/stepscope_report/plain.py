@@ -95,7 +95,9 @@ def _idle(rows: Sequence[GapRow]) -> Iterator[str]:
 
 
 def _alone(traces: Traces) -> Traces:
-    """Return the traces. One file needs no clock of others, so that it is never unaligned."""
+    """Return the traces. If all of them are in one file, no process is marked as unaligned, because the file
+    has one clock.
+    """
     if len({one.file for one in traces.activities}) != 1:
         return traces
     activities = (
@@ -297,7 +299,7 @@ class PlainSteps(msgspec.Struct, frozen=True, kw_only=True):
 def plain_steps(
     name: str, rows: Sequence[ProfilerStepRow], wanted: Callable[[int], bool], *, complete: bool
 ) -> PlainSteps:
-    """Return the wanted steps. `parts` is empty if there are none."""
+    """Return the wanted steps, by number. `parts` is empty if no step is wanted."""
     by_number: dict[int, list[ProfilerStepRow]] = defaultdict(list)
     for row in rows:
         if wanted(row.step):
@@ -322,7 +324,7 @@ def _parts(row: ProfilerStepRow) -> dict[str, float]:
     if row.busy_ns is None or row.idle_ns is None:
         return {_ON_HOST: row.dur_ns}
     exposed_ns = row.exposed_ns or 0
-    # The gaps of all devices are added up; the step's idle time is when all devices were idle at once.
+    # `gaps` adds up the gaps of all devices. `idle_ns` is the time in which all devices were idle at once.
     share = row.idle_ns / max(1, sum(row.gaps.values()))
     idle = {f"idle: {kind}": ns * share for kind, ns in row.gaps.items()}
     known_ns = sum(idle.values())
@@ -335,7 +337,7 @@ def _beside(row: ProfilerStepRow) -> dict[str, float]:
 
 
 def plain_diff(a: PlainSteps, b: PlainSteps) -> Diff:
-    """Return the change of each part, the largest first."""
+    """Return the change of each part, the largest change first, whatever its sign."""
     names = dict.fromkeys(name for side in (a, b) for parts in side.parts.values() for name in parts)
     parts = a.parts.values(), b.parts.values()
     changes = [_change(name, "host" if name == _ON_HOST else "device", *parts) for name in names]

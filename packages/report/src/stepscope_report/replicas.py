@@ -66,7 +66,7 @@ class Replica(msgspec.Struct, kw_only=True):
     recordings: list[Recording] = []
     """The recordings of the data-parallel engines, in the order of their ranks."""
     served: list[Span] = []
-    """Spans `queue`, `wait`, `prefill` and `decode` of its requests."""
+    """Spans `queue`, `wait`, `prefill` and `decode` of the requests that the replica served."""
     pauses: list[tuple[int, int]] | None = None
     """The stretches in which the replica was paused, or None if unknown."""
     stalls: list[tuple[int, int]] | None = None
@@ -216,7 +216,7 @@ def _named_in_spans(timeline: Timeline) -> dict[int, ReplicaKey]:
 
 
 def mark_of(span: Span) -> Mark | None:
-    """Return the effect of a span on its engine, or None if it has none."""
+    """Return the effect of a span on its engine, or None if the span has no effect on an engine."""
     if span.role != "rollout":
         return None
     if _PAUSES.fullmatch(span.stage):
@@ -227,7 +227,7 @@ def mark_of(span: Span) -> Mark | None:
 
 
 def _announced(timeline: Timeline) -> Iterator[tuple[ReplicaKey, bool]]:
-    """Yield (key, True if it ran nothing) for each engine of the capture."""
+    """Yield (key of the replica, True if it ran nothing) for each engine that the capture expected."""
     for part in timeline.manifest.processes if timeline.manifest is not None else ():
         for item in part.expected:
             number = item.name.rpartition(" ")[2]

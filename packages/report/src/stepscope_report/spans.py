@@ -80,7 +80,7 @@ def label_of(span: Span) -> Label:
 
 
 def is_of(label: Label) -> Callable[[Span], bool]:
-    """Return a function that returns whether a span has this label."""
+    """Return a function that returns True for spans with this label."""
     return lambda span: label_of(span) == label
 
 
@@ -106,18 +106,20 @@ class ReplicaKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`replica 0`, `teacher replica 0`."""
+        """Printed name: `replica 0`, or `teacher replica 0` with a role."""
         return f"{self.role} replica {self.number}".lstrip()
 
 
 def replica_of(timeline: Timeline, span: Span) -> ReplicaKey | None:
-    """Return the replica that a span belongs to, by its attribute or else by its process, or None."""
+    """Return the replica that a span belongs to, by its attribute or else by its process. None if neither
+    names a replica.
+    """
     number, role = replica_and_role(timeline, span)
     return None if number is None else _key(timeline, number, role)
 
 
 def replica_of_process(timeline: Timeline, process: Process) -> ReplicaKey | None:
-    """Return the replica that a process is or belongs to, or None."""
+    """Return the replica that a process is or belongs to, or None if the process names no replica."""
     number = process.info.replica
     return None if number is None else _key(timeline, number, process.info.role)
 
@@ -204,12 +206,12 @@ class ToolNames:
         return span.role, title(span.stage, name)
 
     def parts(self, label: Label) -> tuple[str, str | None]:
-        """Return (stage, name of the tool or None) of a label."""
+        """Return (stage, name of the tool) of a label. The name is None if the label names no tool."""
         return self._parts.get(label, (label[1], None))
 
 
 def title(stage: str, name: str | None) -> str:
-    """Return `tool search`, or the stage alone."""
+    """Return a stage with the name of its tool, such as `tool search`; the stage alone if `name` is None."""
     return stage if name is None else f"{stage} {name}"
 
 

@@ -78,10 +78,12 @@ class Waited:
 
     def __init__(self) -> None:
         self._until: dict[tuple[str, str | None], int] = {}
-        """{(process, the process that it waits for, or None for any): end of the waits so far}."""
+        """{(process, process that it waits for; None for any process): end in ns of the waits so far}."""
 
     def add(self, process: str, last: str | None, start_ns: int, end_ns: int) -> int:
-        """Add a wait, and return how many ns of the wait lie after the end of earlier waits."""
+        """Add a wait, and return how many ns of the wait lie after the end of earlier waits of `process` for
+        `last`.
+        """
         until_ns = self._until.get((process, last), start_ns)
         self._until[process, last] = max(until_ns, end_ns)
         return max(0, end_ns - max(start_ns, until_ns))
@@ -94,7 +96,7 @@ def _count(
     members: Sequence[Member],
     waited: Waited,
 ) -> None:
-    """Add the waiting times of one call, from the times of each process in it."""
+    """Add the waiting times of one call to the rows of the processes in it."""
     last_ns, latest = max((member.start_ns, member.activity.name) for member in members)
     waited_ns = 0
     for _, start_ns, end_ns, activity in members:
@@ -224,9 +226,9 @@ class Skip(NamedTuple):
 
     process: int
     node: int
-    """The collective that the rank called instead."""
+    """Index of the call that the rank made instead, of another collective."""
     others: tuple[int, ...]
-    """The skipped collective, in the other ranks."""
+    """Indices of the calls of the skipped collective in the other ranks."""
     late_ns: int
     """Time in ns for which the other ranks waited in the skipped collective."""
 

@@ -69,7 +69,7 @@ class Suspect(NamedTuple):
     label: Label | None = None
     """Role and stage (for a tool, with its name), or None if no span names the cause."""
     process: int | None = None
-    """Index in `Timeline.processes`, or None."""
+    """Index in `Timeline.processes`, or None if the suspect belongs to no single process."""
     took_ns: int | None = None
     usual_ns: int | None = None
     """The usual time of the same work, or None if unknown."""
@@ -79,16 +79,17 @@ class Suspect(NamedTuple):
     turn: int | None = None
     evidence: tuple[str, ...] = ()
     awaited_in: Label | None = None
-    """The stage in which other ranks waited for the suspect, or None."""
+    """The stage in which other ranks waited for the suspect, or None if no rank waited."""
     nodes: tuple[int, ...] = ()
     """The suspect's calls."""
     peers: tuple[tuple[int, ...], ...] = ()
-    """The calls of each process from which `usual_ns` comes. Empty if it comes from other steps, or from
-    calls of the same process."""
+    """The calls of each process from which `usual_ns` comes. Empty if `usual_ns` comes from other steps,
+    or from calls of the same process."""
     spells: tuple[Pair, ...] = ()
-    """If a rank was late outside of calls, the stretches in which it was in no call."""
+    """The stretches in which a rank that came late was in no call. Empty for other suspects."""
     within: tuple[Pair, ...] = ()
-    """If a top stage of the recorder's lines took longer, the stretches of the step in which it ran."""
+    """If the suspect comes from a top stage of the recorder's lines, the stretches in which that stage ran.
+    Else empty."""
     because: str = ""
     """Words for what held up the process, or "" if nothing is known."""
     on_path: bool = False
@@ -383,7 +384,7 @@ class _Lineup:
         )
 
     def _outside(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> tuple[Pair, ...]:
-        """Return the parts of a stretch in which none of these calls ran."""
+        """Return the parts of a stretch in which no call of `own` ran, in order."""
         pairs = (
             (self._graph.start_ns[node], self._graph.end_ns[node]) for nodes in own.values() for node in nodes
         )
@@ -391,8 +392,8 @@ class _Lineup:
         return tuple((end_ns, start_ns) for (_, end_ns), (start_ns, _) in pairwise(ran) if end_ns < start_ns)
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Return whether these calls have a quarter more tokens than the calls of the other ranks, at about
-        the same time per token.
+        """Return whether the calls `nodes` have a quarter more tokens than the calls of the other ranks, at
+        about the same time per token.
         """
         one, rest = self._work(list(nodes)), [self._work(list(other)) for other in others if other]
         usual = middle(work.tokens or 0 for work in rest) if rest else 0
@@ -411,7 +412,7 @@ class _Lineup:
         name = self._timeline.processes[spans[earlier].process].name
         stage = " ".join(self._labels[first.last])
         often = f", the latest of {times:,} times" if times > 1 else ""
-        if label is None:  # the sentence of the cause has the other facts
+        if label is None:  # the cause's own sentence has the other facts
             return f"all of them ended together{often}"
         return f"it began {stage} {duration(apart_ns)} after {name}{often}, and all of them ended together"
 
@@ -528,8 +529,8 @@ class _Lineup:
                     yield suspect
 
     def _only_calls_tools(self, by_process: Mapping[int, Work]) -> bool:
-        """Return whether tool calls inside these calls, such as calls recorded by the tool's server, took
-        half of their time.
+        """Return whether the calls of a tool spent half of their time in tool calls below them, such as calls
+        recorded by the tool's server.
         """
         nodes = [node for work in by_process.values() for node in work.nodes]
         below = (kid for node in nodes for kid in self._graph.kids.get(node, ()))
@@ -540,7 +541,9 @@ class _Lineup:
         return self._timeline.spans[node].dur_ns or 0
 
     def _slow_server(self, label: Label, by_process: Mapping[int, Work]) -> Suspect | None:
-        """Return the process whose median call is a quarter longer than in the other processes, or None."""
+        """Return the process whose median call is a quarter longer than in the other processes, or None if no
+        process is so slow.
+        """
         if len(by_process) < 2:
             return None
         each = {process: middle(map(self._took_ns, work.nodes)) for process, work in by_process.items()}
@@ -661,8 +664,8 @@ class _Lineup:
         return label, times[trajectory][label], usual[label]
 
     def _saves(self, cuts: Mapping[int, int]) -> int | None:
-        """Return how many ns shorter the step would be if these calls were shorter, or None if the replay
-        contains none of the calls.
+        """Return how many ns shorter the step would be if each call in `cuts` were shorter by its ns. None if
+        the replay contains none of the calls.
         """
         if not any(self._replay.has(node) for node in cuts):
             return None
@@ -675,9 +678,10 @@ class _Lineup:
 
 
 def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tuple[int, float | None]:
-    """Return (slowest process by the time per token, time per token of the other processes).
+    """Return (slowest process, median time per token of the other processes).
 
-    Without tokens, return (process with the longest own time, None).
+    The slowest process exceeds the usual time for its tokens most. If a process states no tokens, the process
+    with the longest own time is the slowest, and the time per token is None.
     """
     if not all(work.tokens for work in compared.values()):
         return max(candidates, key=lambda process: compared[process].own_ns), None
@@ -708,7 +712,8 @@ class _Lateness(NamedTuple):
     others: tuple[int, ...] = ()
     """The calls of the same stage in the other ranks."""
     spells: tuple[Pair, ...] = ()
-    """The stretches before the meeting in which the rank was in no call, if these made it late."""
+    """The stretches before the meeting in which the rank was in no call, if they made the rank late. Else
+    empty."""
 
 
 def _by_process(spans: Sequence[Span], nodes: Iterable[int]) -> tuple[tuple[int, ...], ...]:

@@ -96,11 +96,12 @@ class TextTable(msgspec.Struct, frozen=True, tag="table"):
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     noun: str = ""
-    """Noun for one row. A table with a noun is cut in a terminal, and the note counts the other rows."""
+    """Noun for one row. A long table with a noun is cut in a terminal, and a note counts the rows left out. A
+    table without a noun ("") is not cut."""
 
 
 class Listing(msgspec.Struct, frozen=True, tag="list"):
-    """A titled list of lines. Long ones are cut in a terminal and folded on a page."""
+    """A titled list of lines. A long list is cut in a terminal and folded on a page."""
 
     title: str
     lines: tuple[str, ...]

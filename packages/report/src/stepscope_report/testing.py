@@ -53,11 +53,11 @@ class ReaderConformance:
         raise NotImplementedError("override the fixture `reader`")
 
     def write(self, folder: Path) -> Path:
-        """Write a valid file with some events into a folder, under a name that the reader knows."""
+        """Write a valid file with some events into a folder, under a name that the reader accepts."""
         raise NotImplementedError("override `write`")
 
     def sidecar(self) -> Sidecar | None:
-        """Return the sidecar that the reader needs for the file, if it needs one."""
+        """Return the sidecar that the reader needs for the file, or None if the reader needs no sidecar."""
         return None
 
     def found_file(self, path: Path) -> FoundFile:

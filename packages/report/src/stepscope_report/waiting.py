@@ -62,7 +62,10 @@ def _is_polling(thread: Thread) -> bool:
 
 
 def say_where(frames: Sequence[Frame]) -> str:
-    """Return the innermost frame of the user's code, and the library function that this code has called."""
+    """Return a stack's place as text: the innermost frame of the user's code, and the innermost library
+    function that this code has called. Empty without frames; the innermost frame if all frames are of
+    libraries.
+    """
     own = next((frame for frame in frames if not is_library(frame)), None)
     if own is None:
         return "" if not frames else _place(frames[0])
@@ -88,7 +91,7 @@ def _is_library(file: str) -> bool:
 
 
 def collective_of(frames: Sequence[Frame]) -> str | None:
-    """Return the function of torch.distributed that a stack waits in."""
+    """Return the function of torch.distributed that a stack waits in, or None if it waits in none."""
     inside = [frame for frame in _inner(frames) if _COLLECTIVES.search(frame.file)]
     named = [frame.function for frame in inside if frame.function not in _SKIPPED]
     return named[0] if named else (inside[0].function if inside else None)
@@ -142,13 +145,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     """Current place of the call: `forward at model.py:214, in acquire (threading.py)`; empty if unknown."""
     collective: str | None = None
-    """Name of the collective that the call is in, or None."""
+    """Name of the collective that the call is in, or None if the call is in no collective."""
     group: str | None = None
-    """Process group of the collective, from torch's flight recorder, or None."""
+    """Process group of the collective, from torch's flight recorder. None if unknown."""
     number: int | None = None
-    """Number of the collective in `group`, or None."""
+    """Number of the collective in `group`, or None if unknown."""
     missing: tuple[int, ...] = ()
-    """Ranks that have not entered the collective."""
+    """Ranks that have not entered the collective. Empty if unknown."""
     behind: Behind | None = None
     """The collectives in which the call's process is behind, or None if the process is not behind."""
     waits: bool = False
@@ -182,7 +185,10 @@ def is_loaded(engine: EngineState, asked: bool) -> bool:
 
 
 def queue_of(engine: EngineState) -> str:
-    """Return `8 requests (6 running, 2 waiting), KV cache 97 %, no token for 41 s`."""
+    """Return the state of an engine's queue as text, as far as it is known.
+
+    An example is `8 requests (6 running, 2 waiting), KV cache 97 %, no token for 41 s`.
+    """
     counts = {"running": engine.running, "waiting": engine.waiting}
     known = ", ".join(f"{number:.0f} {name}" for name, number in counts.items() if number is not None)
     text = f"{engine.requests} requests" + (f" ({known})" if known else "")
@@ -212,7 +218,9 @@ def remote_call(task: RayCall) -> Call:
 
 
 def _missing(call: Call) -> str:
-    """Return ` (7 of default_pg, without rank 3)`, or the parts of this text that are known."""
+    """Return the known facts on a call's collective: ` (7 of default_pg, without rank 3)`. Empty without
+    facts.
+    """
     number = "" if call.number is None else f"{call.number} "
     group = "" if call.group is None else f"{number}of {call.group}"
     ranks = few([str(rank) for rank in call.missing], 8)
@@ -241,7 +249,10 @@ def say_call(call: Call) -> str:
 
 
 def _behind(call: Call) -> str:
-    """Return `, has begun 118 AllReduce of communicator 0x5f2a, others 119`; empty if not behind."""
+    """Return how far the call's process is behind in collectives; empty if it is not behind.
+
+    An example is `, has begun 118 AllReduce of communicator 0x5f2a, others 119`.
+    """
     own = call.behind
     if own is None:
         return ""

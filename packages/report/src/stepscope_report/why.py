@@ -59,11 +59,11 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...]
     """The open calls. First the spans, the oldest first; then engines, Ray actors and processes."""
     culprits: tuple[int, ...]
-    """Indices in `calls` of the calls that wait for no other call, or only for each other. The most likely
-    culprit comes first."""
+    """Indices in `calls` of the calls that wait for no other call, or only for each other, the most likely
+    culprit first. Empty if `calls` is empty."""
     circle: int = 0
-    """Number of calls at the beginning of `culprits` that wait for each other; 0 if the first waits for no
-    call."""
+    """Number of calls at the beginning of `culprits` that wait for each other; 0 if the first culprit
+    waits for no call."""
     held: int = 0
     """Number of calls that wait for the first culprit, directly or through others."""
     idle: tuple[str, ...]
@@ -75,8 +75,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     fates: dict[str, str] = {}
     """{worker in `silent`: what is known about the worker's process}."""
     beside: tuple[str, ...] = ()
-    """Other threads in the process of the first culprit. One of them may hold what the culprit waits for,
-    such as a lock."""
+    """Other threads in the process of the first culprit. One of these threads may hold what the culprit
+    waits for, such as a lock."""
 
 
 def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) -> Why:
@@ -110,7 +110,7 @@ def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) 
 
 
 def say_first(answer: Why) -> str:
-    """Return one line about the first culprit, the call that holds the others."""
+    """Return one line about the first culprit, which holds other calls. `answer` must have a culprit."""
     first = answer.calls[answer.culprits[0]]
     if answer.circle:
         circle = [answer.calls[index] for index in answer.culprits[: min(answer.circle, _CIRCLE)]]

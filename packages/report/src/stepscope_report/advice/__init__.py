@@ -64,7 +64,7 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     recorded: tuple[Profiled, ...] = ()
     """Recorded processes and replicas. Empty if no profiler ran."""
     given: bool = False
-    """True if engines were given to the capture, whether or not a profiler recorded them."""
+    """True if the capture was called with engines, whether or not a profiler recorded the engines."""
     gpu: bool = False
     """True if a trace shows a GPU. False if there are no traces."""
     npu: bool = False

@@ -104,7 +104,9 @@ _FEW_KERNELS = 20
 
 
 def unfused_optimizer(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if steps of the optimizer launch many kernels, none of them fused, and take 3 % of the time."""
+    """Advise if steps of the optimizer launch many kernels, no optimizer is fused, and the steps take 3 % of
+    the recorded time.
+    """
     fused = any(row.name.startswith("aten::_fused_") for row in evidence.traces.operators)
     steps = (
         (max(label.cpu_us, label.busy_us or 0.0), activity.name, label)
@@ -166,8 +168,8 @@ def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def serial_streams(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if a device has several streams of computation, 1 % of the time beside the busiest, that hardly
-    ever run at once.
+    """Advise if a device has several streams of computation that hardly ever run at once. The streams beside
+    the busiest stream must take 1 % of the recorded time.
     """
     for activity in evidence.activities:
         for device, streams in grouped(activity.content.streams, lambda stream: stream.device).items():

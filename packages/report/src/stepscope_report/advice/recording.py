@@ -254,8 +254,8 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
 
 def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
-    """Return True if a cause within the step explains half of the excess. A profiler would not be such a
-    cause, because it slows all similar calls alike.
+    """Return True if a cause within the step explains half of the excess. A profiler is no such cause,
+    because a profiler slows all similar calls alike.
     """
     return any((cause.ns or 0) * 2 >= excess_ns for cause in evidence.causes)
 

@@ -168,7 +168,7 @@ def _half(case: Case, setting: Setting) -> int | None:
 
 
 def _part_of_memory(case: Case) -> float | None:
-    """Return the largest share of its device's memory that the process reserved."""
+    """Return the largest share (0 to 1) of a device's memory that the process reserved. None if unknown."""
     rows = [row for row in case.evidence.memory if row.process == case.process]
     return max((row.reserved_bytes / row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
 

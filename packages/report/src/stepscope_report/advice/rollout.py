@@ -431,7 +431,10 @@ def weight_sync(evidence: Evidence) -> Advice | None:
 
 
 def _shares(parts: Sequence[PathPart], between_ns: int) -> Iterator[str]:
-    """Yield the times of the longest stages: `trainer sync_weights 2.00 s, rollout load_weights 40.0 ms`."""
+    """Yield one text with the times of the longest stages and of the transfer between them.
+
+    An example is `trainer sync_weights 2.00 s, rollout load_weights 40.0 ms`.
+    """
     named = [f"{part.role} {part.stage} {duration(part.wall_ns)}" for part in parts[:_NAMED]]
     if between_ns:
         named.append(f"{TRANSFER} {duration(between_ns)}")

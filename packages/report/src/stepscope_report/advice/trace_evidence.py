@@ -38,7 +38,9 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
         return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
 
     def beside(self, process: str, names: Collection[str]) -> set[str]:
-        """Return the named processes that were recorded while another one was: those of its run."""
+        """Return the other processes in `names` whose recording overlaps in time with that of `process`, as
+        processes of one run do.
+        """
         extents = [
             (one.name, one.unix_ns(one.content.first_us or 0.0), one.unix_ns(one.content.last_us or 0.0))
             for one in self.activities
@@ -52,8 +54,9 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def longest_process(times: Iterable[tuple[str, float]]) -> tuple[str, int]:
-    """Return the process with the longest sum of times in us, and the sum in ns. The sum over all ranks would
-    not be a time that a step could save, because ranks run at the same time.
+    """Return the process with the longest sum of `times` (us), and the sum in ns; ("", 0) without times.
+
+    The sum over all ranks would not be a time that a step could save, because ranks run at the same time.
     """
     sums: dict[str, float] = defaultdict(float)
     for name, us in times:

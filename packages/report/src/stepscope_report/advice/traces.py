@@ -226,7 +226,9 @@ def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if others waited in collectives for one process: 5 ms per step, a twentieth of their time."""
+    """Advise if other processes waited in collectives for one process. Their mean wait must be at least 5 ms
+    per step and a twentieth of the recorded time.
+    """
     totals: dict[str, int] = defaultdict(int)
     for row in evidence.traces.stragglers:
         totals[row.process] += row.others_waited_ns
@@ -254,18 +256,21 @@ def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 _SCHEDULED_NS = 5_000_000
-"""Time in ns per step by which busy cores alone may delay a rank; 1.8 ms in steps of 3 to 10 ms were seen."""
+"""Time in ns per step by which busy cores alone may delay a rank. Delays of 1.8 ms
+were measured in steps of 3 to 10 ms."""
 
 
 def _steps_of(process: str, evidence: TraceEvidence) -> int:
-    """Return the number of steps in a process' trace; without steps, of calls of its rarest collective."""
+    """Return the number of steps in a process' trace; without steps, the number of calls of the process'
+    rarest collective.
+    """
     steps = sum(row.process == process for row in evidence.traces.steps)
     return steps or min(row.calls for row in evidence.traces.stragglers if row.process == process)
 
 
 def _longer_there(process: str, run: Collection[str], each_ns: int, evidence: TraceEvidence) -> Iterator[str]:
-    """Yield a sentence on the label in which a process took longer than others of its role in its run, if
-    that explains half of the others' waiting.
+    """Yield a sentence on the label in which a process took longer than processes of its role in `run`, if
+    the label explains half of their wait.
     """
     (role,) = {activity.info.role for activity in evidence.activities if activity.name == process}
     times: dict[str, dict[tuple[str, ...], float]] = {}

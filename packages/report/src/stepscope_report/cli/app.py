@@ -122,7 +122,7 @@ def run(arguments: Sequence[str], question: Question | None = None) -> int:
     command ends too.
 
     Args:
-        question: The question of `why`, if it has been asked.
+        question: The question of `why` if the processes of the run were asked already, else None.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

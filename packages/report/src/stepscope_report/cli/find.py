@@ -72,7 +72,7 @@ def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
         step: A step, or several as in `steps`: `3,5-8`.
 
     Raises:
-        CommandError: there is no such step. The message names the captured ones.
+        CommandError: `step` selects no captured step. The message names the captured steps.
         ConfigError: `step` spells no steps.
     """
     if is_step(path):
@@ -91,7 +91,7 @@ def find_of_run(path: Path, step: int | str | None = None, run: str | None = Non
         run: Id of the run. None for the run that captured last.
 
     Raises:
-        CommandError: as for `find_steps`, or the run has no such step.
+        CommandError: as for `find_steps`, or the selected steps all belong to other runs.
         ConfigError: `step` spells no steps.
     """
     if is_step(path):

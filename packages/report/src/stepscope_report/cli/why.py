@@ -85,7 +85,7 @@ def _usual(layout: RunLayout, step: int | None) -> str:
 
 
 def say_median(compared: int, steps: int) -> str:
-    """Return which steps a median is of, as text: `median of the last 50`, or `median of 12 of its kind`.
+    """Return a name for the steps of a median: `median of the last 50`, or `median of 12 of its kind`.
 
     Args:
         compared: Number of steps in the median.

@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     found: str
     """Finding, with its numbers."""
     fix: str | None = None
-    """The remedy, or None. Every red row has a remedy."""
+    """The remedy. None if the row needs no remedy; every red row has one."""
 
     def __post_init__(self) -> None:
         for field in ("subject", "found", "fix"):

@@ -206,7 +206,7 @@ def stacked(parts: Iterable[tuple[str, float, str]], whole: float) -> Html:
 
 def percent(part: float, whole: float) -> str:
     """Return a length for CSS as a percentage of `whole`, exact to a thousandth of a pixel on a laptop's
-    screen.
+    screen; `0%` if `whole` is 0.
     """
     return f"{100 * part / whole:.6g}%" if whole else "0%"
 
@@ -220,7 +220,7 @@ COMMON = {
     "forward": 14, "backward": 15, "optimizer": 16, "sync_weights": 10, "update_weights": 10, "load_data": 17,
     "save_checkpoint": 18,
 }  # fmt: skip
-"""Colours of common stages: the number in their CSS class, `c0` to `c18`."""
+"""{common stage: number in the CSS class of its colour}. The classes are `c0` to `c18`."""
 _LEGEND = 20
 """Largest number of names in a legend."""
 _HASHED = range(14, 24)

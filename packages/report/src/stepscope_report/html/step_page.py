@@ -80,7 +80,7 @@ def _page(timeline: Timeline, report: StepReport) -> Page:
 
 
 def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:
-    """Yield the groups of sections by name. Empty groups are left out."""
+    """Yield (name, sections as markup) for each group of sections that is not empty, in order."""
     drawn: list[list[Html]] = [[] for _ in GROUPS]
     drawn[OVERVIEW].append(draw_when(page))
     for part in SECTIONS:

@@ -16,12 +16,13 @@ TALL = 600
 """Height in pixels that all lanes of a chart should take together. A lane is at least `LANE` and at most
 three times `LANE` high."""
 NAMED = 0.06
-"""A mark shows its name if it takes at least this share of the chart's width."""
+"""Least share of the chart's width at which a mark shows its name."""
 LABELLED_STRIP = 9
 """Height in pixels of a strip from which every row shows its name. In a lower strip, about one name in 64
 pixels is shown; the other names are shown under the pointer."""
 EARLY = 1000
-"""A call is drawn as begun before the step if at least 1 / `EARLY` of the step lies between the two."""
+"""A call is drawn as begun before the step if its start is at least 1 / `EARLY` of the step earlier than the
+step's start."""
 
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:

@@ -279,8 +279,8 @@ def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
 def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:
     """Return the number of trajectories that the driver runs at once, or None if the step shows no limit.
 
-    The peak is the limit if nearly every start, after as many starts as the peak, brings the number of
-    running trajectories back to the peak.
+    The limit is the largest number of trajectories that ran at once. It counts as a limit only if nearly
+    every later start brings the number of running trajectories back to it.
     """
     starts = sorted(trajectory.start_ns for trajectory in trajectories)
     ends = sorted(trajectory.end_ns for trajectory in trajectories)

@@ -79,7 +79,7 @@ def load_writers(names: Iterable[str]) -> dict[str, ReportWriter]:
     """Return the writers with these names.
 
     Raises:
-        ConfigError: there is no such writer, or a package that it needs is not installed.
+        ConfigError: a name belongs to no writer, or a package that a writer needs is missing.
     """
     return {name.strip(): _load_writer(name.strip()) for name in names if name.strip()}
 
