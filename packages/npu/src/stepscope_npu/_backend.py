@@ -140,10 +140,10 @@ class NpuBackend:
         """End the window and return its recording, or with a schedule one recording for each cycle.
 
         A call from another thread than the window's waits up to 1 s for the window's thread to leave C code.
-        After 1 s it returns an artifact whose `write` waits up to `budget.export_seconds`.
+        After 1 s `stop` returns an artifact whose `write` waits up to `budget.export_seconds`.
 
         Raises:
-            BackendError: nothing was recorded. The message says why.
+            BackendError: nothing was recorded. The message has the reason.
         """
         ended = self._held.end()
         if ended is None:

@@ -1,6 +1,6 @@
 """Reader of `ascend_pytorch_profiler*.db`: one SQLite file with all times in unix ns.
 
-STRING_IDS holds the names. `globalTid` is `pid << 32 | tid`. Each producer orders columns differently, and
+STRING_IDS contains the names. `globalTid` is `pid << 32 | tid`. Each producer orders columns differently, and
 lower profiler levels write fewer tables, so tables and columns are looked up by name. In PYTORCH_API the
 times are text. Format: the reference of msprof's database, and torch_npu's own writer.
 """

@@ -80,8 +80,8 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
 def _refuse_database(torch_npu: TorchNpu) -> None:
     """Raise `BackendError` before the run if this torch_npu would refuse the export `db`.
 
-    The oldest versions check CANN's msprof for `db`, and make no profile if msprof is absent or does not know
-    `db`.
+    The oldest versions check CANN's msprof for `db`, and make no profile if msprof is absent or does not
+    support `db`.
     """
     manager = getattr(torch_npu.interface, "CannPackageManager", None)
     ask = getattr(manager, "cann_package_support_export_db", None)

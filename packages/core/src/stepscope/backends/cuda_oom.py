@@ -119,7 +119,7 @@ def suspend() -> None:
 
 
 def resume() -> None:
-    """Begin the history between windows again, if `watch` was given one and no other code records a
+    """Begin the history between windows again, if `watch` got options for it and no other code records a
     history.
     """
     global _running

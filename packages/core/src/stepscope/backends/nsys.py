@@ -37,12 +37,13 @@ _INJECTED = ("LD_PRELOAD", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 """Environment variables that load nsys into a process. nsys itself must be started without these
 variables."""
 _ANSWER_S = 30.0
-"""Longest time that a command of nsys may take; most take 10 ms to 0.7 s."""
+"""Longest time in seconds that a command of nsys may take. Most commands take 10 ms to 0.7 s."""
 LATE_S = 5.0
-"""Time that `nsys start` waits for a busy process before it starts without that process, as seen in nsys
-2023.4.4."""
+"""Time in seconds that `nsys start` waits for a busy process before the recording starts without that
+process, as seen in nsys 2023.4.4."""
 _HOLD_S = 10.0
-"""Longest time that the training waits for a recording to stop, or for the previous report to be written."""
+"""Longest time in seconds that the training waits for a recording to stop, or for the previous report to be
+written."""
 _NOTHING = nullcontext()
 _SHARED = (
     "the nsys session of this process records already: `nsys profile` records the whole run, or another "

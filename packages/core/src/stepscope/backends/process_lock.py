@@ -31,8 +31,8 @@ class ProcessLock:
         """Lock the process for `holder`, such as "the torch trace of step 2".
 
         Args:
-            by: The object that may `release` the lock. An interrupted caller may call `release` without
-                knowing whether it got the lock.
+            by: The object that may `release` the lock. An interrupted caller may call `release` even if it
+                did not get the lock.
 
         Raises:
             ProfilerBusyError: another session holds the lock. The message names the session.

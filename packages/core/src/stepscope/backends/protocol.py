@@ -47,10 +47,10 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """A stopped recording that is not yet a file.
 
     `write(path)` writes the recording to a temporary path, as a file or a folder (a folder needs
-    `compress=False`). The exporter calls `write` once, on any thread, and never two `write`s of a process at
-    a time. `write` may hold the GIL and take seconds. The exporter then compresses the file (if `compress`),
-    renames it, and writes the sidecar. `discard()` frees the resources of `write`; it is called if `write`
-    raised or will never be called.
+    `compress=False`). The exporter calls `write` once, on any thread, and runs one `write` of a process at a
+    time. `write` may hold the GIL for seconds. The exporter then compresses the file (if `compress`), renames
+    it, and writes the sidecar. `discard()` frees the resources of `write`. The exporter calls `discard` if
+    `write` raised or will never be called.
     """
 
     kind: str
@@ -136,8 +136,8 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
     """Return the backend registered under `name`.
 
     Raises:
-        BackendError: no such backend is registered (the message names the registered ones, and what to
-            install), or it lacks methods of `Backend`.
+        BackendError: no such backend is registered (the message names the registered backends, and what to
+            install), or the backend lacks methods of `Backend`.
     """
     backend = _factory(name)(config)
     lacking = [method for method in _METHODS if not callable(getattr(backend, method, None))]

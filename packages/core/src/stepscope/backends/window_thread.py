@@ -31,9 +31,9 @@ from stepscope.backends.undisturbed import undisturbed
 from stepscope.errors import BackendError, ProfilerBusyError, is_users, ours
 
 ANSWER_S = 1.0
-"""Longest time that another thread waits for a main thread in C code."""
+"""Longest time in seconds that another thread waits for a main thread in C code."""
 RETRY_S = 0.02
-"""Interval of checks whether a backward pass on the main thread has ended."""
+"""Interval in seconds of checks whether a backward pass on the main thread has ended."""
 
 
 class Task:
@@ -253,7 +253,8 @@ def run_on(thread: WindowThread, work: Callable[[], None], begin_s: float = ANSW
 
 
 BEGIN_S = 60
-"""Longest time that the start of a window waits for its thread, which may be ending the previous window."""
+"""Longest time in seconds that the start of a window waits for its thread, which may be ending another
+window."""
 
 
 class ThreadWindow(Protocol):

@@ -36,7 +36,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
     """Return `all`, `first`, or the ranks in a list, a number, or a text such as `0,8-15`.
 
     Raises:
-        ConfigError: `value` is something else, names a rank twice, or is an empty list (which other tools
+        ConfigError: `value` has another form, contains a rank twice, or is an empty list (which other tools
             read as rank 0, as all ranks, or as no rank).
     """
     if isinstance(value, str) and value in ("all", "first"):
@@ -189,9 +189,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     _parsers: ClassVar[Mapping[str, Parser]] = {"profiler": parse_engine_profiler}
 
     profiler: bool | Literal["passes"] = True
-    """`on`: the engine's own profiler runs. `passes`: it does not run, and the engine's forward passes are
-    recorded. `off`: engines are not recorded, neither engines given to `capture` nor engines of `instrument`
-    entries."""
+    """`on`: the engine's own profiler runs. `passes`: only the engine's forward passes are recorded. `off`:
+    engines are not recorded, whether `capture` or an `instrument` entry names them."""
     iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
     """The iterations to record."""
     by_stage: bool = False

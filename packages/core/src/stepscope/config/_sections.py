@@ -27,7 +27,7 @@ Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"
 NsysTrace: TypeAlias = Literal[
     "cuda", "nvtx", "osrt", "cublas", "cudnn", "ucx", "mpi", "nccl", "python-gil", "opengl", "vulkan"
 ]
-"""The names that `nsys profile --trace` takes."""
+"""The names that `nsys profile --trace` accepts."""
 Trigger: TypeAlias = Literal["slow", "exception", "hang", "signal"]
 """Events that make the flight recorder write steps."""
 
@@ -66,8 +66,8 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
     wait: Count = 0
     """Mini-batches to skip at the start of each cycle."""
     warmup: Count = 0
-    """Mini-batches of each cycle that are profiled and discarded, because the profiler's start-up slows
-    them."""
+    """Mini-batches of each cycle that are profiled and discarded, because the profiler's start-up slows these
+    mini-batches."""
     active: AtLeastOne = 1
     """Mini-batches to record in each cycle."""
     repeat: Count = 1
@@ -163,8 +163,8 @@ class ThroughputConfig(Section, frozen=True, kw_only=True):
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):
-    """Limits of captures. `seconds` and `memory_mb` end a capture early: it keeps what it has, and the
-    manifest says `truncated`.
+    """Limits of captures. `seconds` and `memory_mb` end a capture early: its recordings so far are kept, and
+    the manifest marks them as `truncated`.
     """
 
     _at: ClassVar[str] = "budget"
@@ -349,8 +349,8 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     export: Literal["text", "db"] = "text"
     """Output of the analysis: `trace_view.json` and CSV tables (`text`), or one SQLite file (`db`)."""
     analysis: bool = False
-    """Analyse each recording after its window, in another process, which takes minutes of CPU. `stepscope
-    analyse` can do it later."""
+    """Analyse each recording after its window, in another process, which takes minutes of CPU. Without this,
+    `stepscope analyse` can analyse the recordings later."""
     markers: bool = True
     """Write an mstx range for every span. NPU data is then recorded even if `contents` lacks `npu`."""
     domains_include: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ _SLICE = re.compile(r"([0-9]{1,18}):([0-9]{0,18})(?::([0-9]{0,18}))?")
 
 
 def parse_range(text: str) -> tuple[int, int | None, int] | None:
-    """Return (start, stop, stride) as `range` has them, or None if the text is not a range. `stop` is None if
-    the range has no end.
+    """Return (start, stop, stride) as in `range`, or None if the text is not a range. `stop` is None if the
+    range has no end.
     """
     if every := _EVERY.fullmatch(text):
         return 0, None, int(every[1])
@@ -106,7 +106,8 @@ class StepRange(msgspec.Struct, frozen=True):
 
 
 StepSpec: TypeAlias = SupportsIndex | str | StepRange
-"""One step (7), a range ("3-7", "10:50:10"), or "every:50"; a text may hold several, with commas."""
+"""One step (7), a range ("3-7", "10:50:10"), or "every:50". A text may contain several of these, with
+commas."""
 
 
 def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:

@@ -104,7 +104,7 @@ class ActorLine:
         """Run a short plain function in the actor, on a thread that Ray chooses. Raises as `call` does."""
         import ray
 
-        if not ray.is_initialized():  # else Ray would start an empty cluster and look for the actor there
+        if not ray.is_initialized():  # else Ray would start an empty cluster and search for the actor there
             raise ActorGoneError("Ray was shut down here, and the actor cannot be reached without it")
         sent = time.time_ns()
         try:
@@ -143,8 +143,8 @@ _jobs: dict[str, Future[object]] = {}
 """{ticket: running work}. `begin` adds entries. `poll` removes finished work, and `abandon` removes
 unfinished work."""
 _abandoned: deque[tuple[str, bool]] = deque(maxlen=1000)
-"""(ticket, cancel) of calls that were given up before they began: threaded and async actors begin calls in
-any order."""
+"""(ticket, cancel) of calls that were abandoned before they began, because threaded and async actors begin
+calls in any order."""
 _lock = threading.RLock()
 _own_loop: asyncio.AbstractEventLoop | None = None
 """Event loop for coroutines in actors that have no loop; None before the first coroutine. One writer:

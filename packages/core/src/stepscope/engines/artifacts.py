@@ -136,7 +136,7 @@ def stalls_of(
 
     Args:
         window: Result of `recorded_window` for the trace.
-        stamped: Stalls that stepscope's code in the engine's process timed, for this trace and others.
+        stamped: Stalls that stepscope's code in the engine's process timed, for this and other traces.
         whole_ns: Time at which the last file of the trace was complete, in unix ns of the same host.
     """
     if window is None:

@@ -1,4 +1,4 @@
-"""Requests to engines behind HTTP, and errors that say what to do. No request is ever sent twice.
+"""Requests to engines behind HTTP, and errors that state the fix. No request is ever sent twice.
 
 This module uses the standard library, because the retries of a client library could repeat a start, and
 every process would pay for the library's import. Each request has a thread of its own, so that a server

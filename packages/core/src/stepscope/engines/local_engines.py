@@ -1,7 +1,7 @@
 """Engines of this process: found by `instrument` entries of the kind `engine`, or recorded on behalf of a
 capture in another process.
 
-An engine is an engine object, the URL of a server, or the handle of a Ray actor that holds an engine.
+An engine is an engine object, the URL of a server, or the handle of a Ray actor that contains an engine.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
 UNFINISHED = counters.UNFINISHED_REQUESTS
-"""Name of the counter of requests that the engine's front end has not answered, including those that its
-scheduler does not know yet."""
+"""Name of the counter of requests that the engine's front end has not answered, including requests that have
+not reached the scheduler yet."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"
@@ -38,7 +38,7 @@ _TOTALS = (PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS, FINISHED)
 
 
 class EngineMetrics:
-    """The latest metrics of one engine, and the thread that requests them while they are sampled."""
+    """The latest metrics of one engine, and the thread that requests new ones while counters are sampled."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]], of: str, *, blocks: bool) -> None:
         """
@@ -170,8 +170,8 @@ def read_page(
 
     Args:
         names: {name on the page: name in the result}.
-        percents: Names in the result for values that the page gives between 0 and 1. For these the result is
-            the mean over the engines, in percent.
+        percents: Names in the result of values that the page states between 0 and 1. Their result is the mean
+            over the engines, in percent.
     """
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}

@@ -126,7 +126,7 @@ class PassLog:
         """Note that a request was put into the engine's queue.
 
         Args:
-            caller_id: The id under which the caller knows the request, if it differs.
+            caller_id: The id that the caller gave to the request, if it differs from the engine's id.
             at_ns: Time by CLOCK_MONOTONIC; None for now.
         """
         with self._lock:
@@ -137,11 +137,11 @@ class PassLog:
             self.name(request, caller_id)
 
     def name(self, request: str, caller_id: str) -> None:
-        """Note the id under which the caller knows a request."""
+        """Note the id that the caller gave to a request."""
         self._parts[-1].callers[request] = caller_id
 
     def update(self, at_ns: int | None = None) -> None:
-        """Note that the engine has new weights. The version that was stated before no longer holds.
+        """Note that the engine has new weights. The version that was stated before is no longer valid.
 
         Args:
             at_ns: Time by CLOCK_MONOTONIC; None for now.
@@ -209,7 +209,7 @@ class PassLog:
                 part.updates.append((number, updates))
 
     def _room(self, begin_ns: int) -> _Part | None:
-        """Return the part that takes the next pass, or None if it has no room."""
+        """Return the part for the next pass, or None if the log has no room."""
         part = self._parts[-1]
         return part if len(part.begins) < self._most else None
 
@@ -597,7 +597,7 @@ def kept(start_ns: int) -> list[PassFile]:
 
 
 def begin(capture: EngineCapture) -> None:
-    """Note the passes of this process' engine from now on, if the capture wants them."""
+    """Note the passes of this process' engine from now on, if `capture.passes` is not 0."""
     global _current
     _current = PassLog(capture.passes) if capture.passes else None
 

@@ -41,7 +41,7 @@ class Iterations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an engine profiler needs to know about one capture. Travels by pickle and by JSON."""
+    """The facts about one capture that an engine profiler needs. Sent by pickle and by JSON."""
 
     step: int
     run_id: str
@@ -55,8 +55,8 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Profile name or prefix: distinct for each capture of a run."""
     replica: int
     activities: tuple[str, ...] = ("cpu", "cuda")
-    """Activities to record, as in `torch.activities`. An adapter leaves out those that the engine's device
-    lacks."""
+    """Activities to record, as in `torch.activities`. An adapter leaves out activities that the engine's
+    device lacks."""
     with_stack: bool = False
     """True to record Python stacks. This option and the next ones have the meaning of torch.profiler."""
     record_shapes: bool = False
@@ -107,7 +107,8 @@ class EngineProfiler(Protocol):
     """
 
     replica: int | None
-    """The replica's number; None to number it by its process and its position among the given engines."""
+    """The replica's number; None to number the replica by its process and its position in
+    `capture(engines=[...])`."""
 
     @property
     @abstractmethod
@@ -177,8 +178,8 @@ class EngineProfiler(Protocol):
     @property
     def ignored(self) -> Mapping[str, str]:
         """{option: reason} for options that had no effect on the latest capture. Three further keys are
-        possible: `artifacts` says why a successful capture has no files (another tool writes them); `late`
-        says why files may still come after the stop; `idle` says that the engine ran nothing.
+        possible: `artifacts`, if another tool writes the files of a successful capture; `late`, if files may
+        still come after the stop; `idle`, if the engine ran nothing.
         """
 
 
@@ -396,7 +397,7 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
         replica: Position of `engine` in that argument: the replica's number, unless its profiler has one.
 
     Raises:
-        EngineError: no installed adapter knows this object.
+        EngineError: no installed adapter recognises this object.
     """
     if isinstance(engine, EngineProfiler):
         if engine.replica is None:
@@ -418,7 +419,7 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
 
 def _order(point: EntryPoint, engine: object) -> tuple[bool, bool, str]:
     """Return the sort key of an adapter. The adapter with the name of the engine's library comes first, and
-    `torch` last, because `torch` accepts any object that holds a module.
+    `torch` last, because `torch` accepts any object that contains a module.
     """
     libraries = {kind.__module__.partition(".")[0] for kind in type(engine).__mro__}
     return point.name == "torch", point.name not in libraries, point.name

@@ -190,7 +190,7 @@ class Seat:
     token: str | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Future[list[Artifact]] | None = None
-    """The latest stop, or None. The stop may still be running after its caller has given up."""
+    """The latest stop, or None. The stop may still be running although its caller no longer waits."""
 
     def end(self) -> asyncio.Future[list[Artifact]]:
         self.token = None

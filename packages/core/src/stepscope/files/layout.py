@@ -159,7 +159,7 @@ class StepLayout:
 
     def digest_of(self, names: Iterable[str]) -> Path:
         """Return the path of the digest of the traces `names`. Its length does not depend on the names."""
-        from hashlib import blake2b  # imported here: OpenSSL takes 4 MB, and plain traces do not need it
+        from hashlib import blake2b  # imported here: OpenSSL takes 4 MB, and plain traces do not need OpenSSL
 
         key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         return self.digests / f"{key}.digest"

@@ -133,7 +133,7 @@ FORMAT = 2
 
 State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
 """State of an expected item. `pending`: not there yet. `missing` and `failed` are final, unless
-`Expectation.pending` says that files may still come."""
+`Expectation.pending` is set, because files may still come."""
 Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
 """Kind of an expected item. `spans`: the span file. `counters`: the file of counters. `trace`: a recording of
 this process' profiler. `engine`: a recording of an inference engine. `fetch`: files from another host.
@@ -340,12 +340,12 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """The event that made the flight recorder write the step from memory, or None if the step was
     captured."""
     missed: dict[str, str] = {}
-    """{`module:name` of a function of a preset that this process does not have: reason}. The owner logs
-    them."""
+    """{`module:name` of a function of a preset that this process does not have: reason}. The owner logs these
+    reasons."""
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker or replica that did not take part in the capture, or died during it."""
+    """A worker or replica that did not take part in the capture, or died during the capture."""
 
     name: str
     state: State

@@ -177,7 +177,7 @@ def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answ
 
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
     """Return `listening` with its answers updated by `answer_by_now`. Call this on the host of the process,
-    which knows whether the process still runs.
+    because another host cannot find out whether the process still runs.
     """
     gone = None
     if has_ended(listening):

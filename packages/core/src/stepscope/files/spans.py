@@ -86,7 +86,7 @@ class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open"
 
     span: Int
     """The span's number, unique in its process. A span that runs in several steps has the same number in the
-    files of all of them."""
+    files of all these steps."""
     role: str
     stage: str
     start_ns: int

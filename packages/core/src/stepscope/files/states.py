@@ -74,7 +74,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """Number of the task's innermost span, or None. A task that was created within a span belongs to this
     span."""
     awaited: tuple[Int, ...] = ()
-    """Numbers of the tasks that this task waits for."""
+    """Numbers of the tasks that this task awaits."""
 
 
 class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -203,7 +203,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[Task, ...]
     counters: tuple[CounterNow, ...] = ()
     engines: tuple[EngineState, ...] = ()
-    """The engines in this process, and those that it queries over HTTP."""
+    """The engines in this process, and engines that this process queries over HTTP."""
     collectives: Collectives | None = None
     communicators: tuple[Communicator, ...] = ()
     """The communicators of the whole job that NCCL's RAS service reports. At most two ranks query the

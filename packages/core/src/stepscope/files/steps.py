@@ -1,8 +1,9 @@
-"""Files about the steps of a run, most of them not captured, and the comparison of steps with each other.
+"""Files about all steps of a run, captured or not, and the comparison of steps with each other.
 
 The flight recorder writes a line for each step of the run, and reads orders to write steps. Without the
-recorder, the process that opens captures writes `uncaptured/*.jsonl`, one JSON object a line. It has only
-steps near a captured step, so its size grows with the number of captures and not with the length of the run.
+recorder, the process that opens captures writes `uncaptured/*.jsonl`, one JSON object a line. This file has
+only steps near a captured step, so its size grows with the number of captures and not with the length of the
+run.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _large(stages: Stages) -> set[str]:
 def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
     """Return the groups of steps of unusual duration that recur in every n-th step, such as evaluations.
 
-    Each item is (steps of the group, (n, remainder of their numbers modulo n)).
+    Each item is (numbers of the group's steps, (n, remainder of these numbers modulo n)).
     """
     ordered = sorted(took, key=lambda step: took[step])
     breaks = [at for at, (a, b) in enumerate(pairwise(ordered), 1) if took[b] > GAP * took[a]]
@@ -148,8 +149,8 @@ def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
 
 
 def _rhythm(group: Sequence[int], took: Collection[int]) -> tuple[int, int] | None:
-    """Return (period, remainder) such that most steps with this remainder are in the group, and most steps of
-    the group have it; None if no period fits.
+    """Return (period, remainder): most steps with this remainder are in the group, and most steps of the
+    group have this remainder. Return None if no period fits.
     """
     for period in sorted({b - a for a, b in pairwise(sorted(group))} - {1}):
         ((place, hits),) = Counter(step % period for step in group).most_common(1)

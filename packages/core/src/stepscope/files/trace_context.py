@@ -34,7 +34,7 @@ def parse_traceparent(header: object) -> TraceContext | None:
 
 def trace_id_of(run_id: str, step: int) -> str:
     """Return the trace id of a step."""
-    from hashlib import sha256  # here: OpenSSL takes 4 MB, and a report on plain traces needs none
+    from hashlib import sha256  # imported here: OpenSSL takes 4 MB, and plain traces do not need it
 
     return sha256(f"{run_id}/{step}/trace".encode()).hexdigest()[:32]
 

@@ -106,11 +106,11 @@ class EngineConformance:
         raise NotImplementedError
 
     async def fail_halfway(self, profiler: EngineProfiler) -> None:
-        """Make the next start fail in one worker after others have begun."""
+        """Make the next start fail in one worker after other workers have begun."""
         raise NotImplementedError
 
     async def hang_on_start(self, profiler: EngineProfiler) -> None:
-        """Make the next start hang in one worker after others have begun."""
+        """Make the next start hang in one worker after other workers have begun."""
         raise NotImplementedError
 
     async def hang_on_stop(self, profiler: EngineProfiler) -> None:

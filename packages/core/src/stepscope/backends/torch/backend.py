@@ -98,8 +98,7 @@ def _in_child() -> None:
 
 
 _LITTLE_MB = 256
-"""If torch could not write a trace and the disk has fewer free MB than this, the error says that the disk is
-full."""
+"""Free MB of a disk below which the error states that the disk is full, if torch could not write a trace."""
 _NOTHING = nullcontext()
 
 
@@ -136,7 +135,8 @@ class TorchBackend:
             end_on_thread(window)
 
     def start(self, window: Window) -> None:
-        """Begin recording. After `prepare`, this takes 0.3 ms on the main thread and 0.5 ms on another.
+        """Begin recording. After `prepare`, this takes 0.3 ms on the main thread and 0.5 ms on another
+        thread.
 
         A window of all threads begins at least 0.1 s after the end of the previous such window.
         """
@@ -173,7 +173,7 @@ class TorchBackend:
         """End the window. Return one artifact, or one for each cycle of a schedule.
 
         If the window belongs to the main thread, which may be in C code, a call from another thread waits up
-        to 1 s for it. After 1 s it returns an artifact whose `write` continues to wait, up to
+        to 1 s for it. After 1 s `stop` returns an artifact whose `write` continues to wait, up to
         `budget.export_seconds`.
 
         Raises:

@@ -28,8 +28,8 @@ _ours_on: int | None = None
 def watch(before_theirs: Callable[[], None]) -> None:
     """From now on, call `before_theirs()` before other code opens a session, on the thread that opens it.
 
-    If `before_theirs` raises, the session does not start. Call `watch` once per process. It takes tens of ms,
-    because it searches all objects for sessions that are open already.
+    If `before_theirs` raises, the session does not start. Call `watch` once per process. The call takes tens
+    of ms, because `watch` searches all objects for open sessions.
     """
     from torch.autograd import profiler, profiler_legacy
     from torch.autograd.profiler import profile
