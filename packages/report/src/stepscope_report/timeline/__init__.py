@@ -1,4 +1,4 @@
-"""One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
+"""One captured step read back from disk: `load_step` returns its `Timeline`, `merge_step` writes one file.
 
 This package imports neither torch nor Ray. Its modules are imported at their first use, because a process
 that reads one trace needs few of the modules.

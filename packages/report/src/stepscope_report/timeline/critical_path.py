@@ -171,8 +171,8 @@ class Replay:
         self._nodes, self._members = nodes, frozenset(nodes)
         """The nodes that take part, each after its caller."""
         self._line = self._lines()
-        """{node in a line: the line's head}. A line is a call, its head, with all calls below it, which run
-        one after the other."""
+        """{node in a line: the line's head}. A line is a call (its head) and all calls below the head, if the
+        calls of each caller run one after the other."""
         self._points = [node for node in nodes if self._line.get(node, node) == node]
         """Nodes that are in no line of another node."""
         self._starts = sorted(self._points, key=graph.start_ns.__getitem__)

@@ -87,7 +87,7 @@ class Digests:
             return ()
 
     def keep(self, paths: Sequence[Path], content: object, before: Stamps, of: str = "") -> None:
-        """Write the digest of these files, unless they changed since they had the stamps `before`."""
+        """Write the digest of these files, unless the files changed since they had the stamps `before`."""
         if not self._ours or sum(stamp.size_bytes for stamp in before) < SMALLEST:
             return
         if before != self.stamps(paths):

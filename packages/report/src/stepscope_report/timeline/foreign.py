@@ -65,7 +65,7 @@ _FACTS = {
     "llm.token_count.completion": "output_tokens",
     "llm.token_count.prompt_details.cache_read": "cached_tokens",
 }
-"""{attribute: its name in stepscope}, as in `record_request`."""
+"""{attribute of another tracer: its name in stepscope, as in `record_request`}."""
 _GENERATE, _TOOL, _AGENT = "generate", "tool", "agent"
 _KINDS = {
     "openinference.span.kind": {"LLM": _GENERATE, "TOOL": _TOOL, "AGENT": _AGENT},
@@ -303,7 +303,7 @@ def by_process(spans: Sequence[OtlpSpan], timeline: Timeline) -> Iterator[tuple[
 
 def _info(resource: Resource, serves: bool, timeline: Timeline) -> ProcessInfo:
     """Return the identity of a process. If the process serves requests, it gets the replica number of the
-    recorded process with the same host and pid, or None if there is no such process.
+    recorded process with the same host and pid, if there is one.
     """
     host = _host(resource, timeline)
     known = (
@@ -394,7 +394,7 @@ class GrowingTimeline:
         )
 
     def _place(self, span: OtlpSpan, process: int, role: str, beside: Process | None) -> Iterator[_Placed]:
-        """Yield the span on the owner's clock, then its phases if it is an engine's request."""
+        """Yield the span on the owner's clock, then its phases if the span is an engine's request."""
         start_ns, end_ns = (
             wall_ns if beside is None else wall_ns - offset_at(beside, wall_ns)
             for wall_ns in (span.start_ns, span.end_ns)

@@ -58,7 +58,7 @@ def load_step(
             a process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
         digests: The same as in `load_traces`, for traces of several hosts, whose collectives align clocks.
-        executor: Reads those traces that only its workers have.
+        executor: Its workers read the traces that only the workers have.
         spans: False to read only the header and the end of complete span files, which is enough to decide
             whether the step is complete. Measured clocks are then not improved by traces.
 

@@ -23,7 +23,7 @@ from stepscope.files.values import AttrValue
 Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "assumed", "unaligned"]
 
 GENERATES = frozenset({"rollout", "agent_loop"})
-"""Roles whose work is generation, or contains it."""
+"""Roles whose work is generation, or contains generation."""
 ROLLOUT = GENERATES | {"env", "reward"}
 """Roles whose work is the rollout."""
 
@@ -121,8 +121,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     cancelled: bool = False
     """True if the span's work was cancelled, which is no error."""
     number: int = 0
-    """Number of the span in its process' file. With the process' key it gives the span's id in
-    OpenTelemetry."""
+    """Number of the span in its process' file. The process' key and this number make the span's
+    id in OpenTelemetry."""
     traceparent: str | None = None
     """W3C trace context of the parent if another tracer named the parent, else None."""
     waits: bool = False
@@ -254,7 +254,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     otherwise."""
 
     def since_opening_ns(self, span: Span) -> int | None:
-        """Return the time from the opening to the span's start, or None if its process is unaligned."""
+        """Return the time from the opening to the span's start, or None if the process is unaligned."""
         return span.start_ns - self.window.start_ns if self.processes[span.process].aligned else None
 
     def consumes(self, span: Span) -> bool:
@@ -280,7 +280,7 @@ def doubts(timeline: Timeline, traces: Iterable[FileProblem] = ()) -> tuple[str,
     """Return a line for each reason why a step is not complete.
 
     Args:
-        traces: Problems inside its traces, if these were read.
+        traces: Problems inside the step's traces, if the traces were read.
     """
     return (*why_incomplete(timeline), *map(_say_problem, (*timeline.problems, *traces)))
 

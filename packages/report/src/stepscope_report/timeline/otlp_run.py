@@ -31,7 +31,7 @@ _CALLS = frozenset({"generate", "request"})
 
 
 def is_otlp(paths: Sequence[Path]) -> bool:
-    """Return whether the paths hold OTLP JSON, and no other JSON."""
+    """Return whether the paths contain OTLP JSON, and no other JSON."""
     files = [file for path in paths for file in _below(path)]
     return bool(files) and all(_FIELD in FoundFile(path=file, name=file.name).head(_HEAD) for file in files)
 
@@ -40,7 +40,7 @@ def load_otlp(paths: Sequence[Path]) -> Timeline:
     """Return the spans of all files as one step.
 
     Raises:
-        RecordError: no file holds a span with a plausible time.
+        RecordError: no file contains a span with a plausible time.
     """
     spans, problems = _read(paths)
     if not spans:

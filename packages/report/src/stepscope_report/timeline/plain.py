@@ -121,10 +121,11 @@ def read_plain(
     Args:
         step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
         steps: Returns whether the program's step with this number is wanted. A trace is read from its first
-            to its last wanted step, and left out if it has none. None to read all traces in full.
+            to its last wanted step. A trace without a wanted step is left out. None to read all traces in
+            full.
 
     Raises:
-        RecordError: no file holds an event of a trace, or none has such a step.
+        RecordError: no file contains an event of a trace, or no trace has a wanted step.
     """
     root = _root(paths)
     below = _found(paths, root)

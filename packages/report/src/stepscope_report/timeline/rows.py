@@ -41,9 +41,10 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
 
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`, or None if it left neither spans nor a part (an engine's worker)."""
+    """Index in `Timeline.processes`, or None if the process left neither spans nor a part (an engine's
+    worker)."""
     clock: Process | None
-    """The process whose clock places its traces, or None if there is none."""
+    """The process whose clock places the row's traces, or None if there is none."""
     unaligned: str | None = None
     """Reason why the row's times cannot be compared with others, or None if they can."""
     shift_ns: int | None = 0
@@ -55,7 +56,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     place: int = 0
     """Position of the row, from 1 at the top."""
     shown: bool = False
-    """True if its metadata has been written."""
+    """True if the row's metadata has been written."""
     seen_pid: int | None = None
     """Pid of the process as a trace states it, or None."""
 
@@ -202,7 +203,7 @@ def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
 
 
 def offset_at(process: Process, wall_ns: int) -> int:
-    """Return the lead of the process' wall clock over the owner's when it showed `wall_ns`."""
+    """Return the lead in ns of the process' wall clock over the owner's, at `wall_ns` of its clock."""
     clock = process.clock
     opened_wall_ns = process.opened_ns + clock.offset_ns
     if process.closed_ns is None or clock.offset_ns == clock.closing_offset_ns:
@@ -301,7 +302,7 @@ class Recorded:
 
 
 def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
-    """Return the recorded process as the sidecar describes it, else as the file does."""
+    """Return the recorded process by the sidecar. Facts that the sidecar lacks come from the file."""
     artifact = None if sidecar is None else sidecar.artifact
     return ProcessInfo(
         role=role,
@@ -314,7 +315,10 @@ def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessIn
 
 
 def _to_wall(origin: Origin, sidecar: Sidecar | None) -> tuple[Callable[[int], int] | None, str | None]:
-    """Return (function from the file's times to unix ns of its host, reason why there is none)."""
+    """Return (function from the file's times to unix ns of its host, reason why there is none).
+
+    Both are None if the file's times are already unix ns.
+    """
     if origin.clock == "realtime":
         return None, None
     if origin.clock == "unknown":

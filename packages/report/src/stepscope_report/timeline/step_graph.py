@@ -26,7 +26,7 @@ CLOSE_NS = 10_000_000
 """Longest gap in ns between a call and what follows from it, or a twentieth of the call's time if longer."""
 _TOGETHER_NS = 2_000_000
 """Longest time in ns between the ends of calls that end together, or a fiftieth of the time from the first
-begin to the last end if longer."""
+begin to the last end if that is longer."""
 
 
 def is_close(gap_ns: int, call_ns: int) -> bool:
@@ -61,9 +61,9 @@ class StepGraph(NamedTuple):
     the difference."""
     caller: list[int]
     kids: dict[int, list[int]]
-    """Calls with a recorded caller, by caller, in the order of their ends."""
+    """{caller: calls that have this recorded caller, in the order of their ends}."""
     clusters: dict[int, list[Cluster]]
-    """Calls without a recorded caller, in order, by the node in whose time they lie."""
+    """{node: clusters of calls without a recorded caller in the node's time, in order}."""
     cluster_of: dict[int, Cluster]
     before: dict[int, int]
     """{call: the call before it in its thread that it waited for}. The thread runs one call after the other:
@@ -236,7 +236,7 @@ class _Builder:
         self._doubt()
 
     def _add(self, owner: int, nodes: Sequence[int]) -> None:
-        """Add these calls, in clusters, to the node in whose time they lie."""
+        """Add calls without a recorded caller, in clusters, to the node in whose time the calls lie."""
         groups = list(self._overlapping(nodes))
         kids = self._kids.get(owner, [])
         starts = sorted(self._start[node] for node in (*nodes, *kids))

@@ -1,8 +1,9 @@
 """Reader of one torch trace: its operators, kernels, devices, engine iterations and memory.
 
 The reader is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if the
-trace has them. Memory holds one block of the file, a record for each name and shapes, 16 bytes for each
-interval of device or operator time, and 20 to 32 bytes for each operator, label, function and kernel.
+trace has them. Memory contains one block of the file, and a record for each name and shapes. It grows by 16
+bytes with each interval of device or operator time, and by 20 to 32 with each operator, label, function and
+kernel.
 
 This file has more than 500 lines, because the types of events and what each event counts as belong together.
 
@@ -284,7 +285,7 @@ _decode, _decode_with_shapes, _decode_odd = _events(_Stated), _events(_Shaped), 
 
 
 def _decoded(element: msgspec.Raw) -> list[Event]:
-    """Return a list with the event in an element of the array, or an empty list if it is no event."""
+    """Return [event] for an element of the array, or an empty list if the element is no event."""
     for decode in (_decode_with_shapes, _decode_odd):
         with suppress(msgspec.ValidationError):
             events: list[Event] = decode(b"[%b]" % element)

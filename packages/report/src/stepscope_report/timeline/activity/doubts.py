@@ -36,7 +36,7 @@ _SHARE = 20
 because they ran after the recording had ended."""
 _EARLY_US = 10.0
 _OVERLAP = 10
-"""A stream is doubted if kernels overlap for more than this fraction (one in `_OVERLAP`) of its busy time. A
+"""A stream is doubted if kernels overlap for more than one in `_OVERLAP` of the stream's busy time. A
 kernel may begin a little before the previous kernel has ended."""
 
 
@@ -188,8 +188,8 @@ class Links:
                 of_thread.add(sequence, own if known is None else -1)
 
     def doubts(self) -> Iterator[tuple[str, int]]:
-        """Yield each doubt with its number of events. It is no doubt if a few records are missing at the
-        edges of a recording, or if no collective states its sizes (torch before 2.2).
+        """Yield each doubt with its number of events. A few records may be missing at the edges of a
+        recording. Missing sizes are a doubt only if some collective states its sizes (from torch 2.2 on).
         """
         unrecorded = 0
         for at in range(0, len(self._waits), 2):

@@ -91,7 +91,7 @@ class FlopCounter:
         self._counts.append(float(count))
 
     def in_order(self) -> Flops:
-        """Return the counted operators in order of their starts. In a file they are not in order, because
+        """Return the counted operators in order of their starts. In a file, operators of several
         threads are mixed.
         """
         pairs = sorted(zip(self._starts_us, self._counts, strict=True))

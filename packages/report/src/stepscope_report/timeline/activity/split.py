@@ -34,7 +34,7 @@ class _Stretch(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """One span or iteration, which others may overlap."""
+    """One span or iteration, which other spans and iterations may overlap."""
 
     start_us: float
     end_us: float

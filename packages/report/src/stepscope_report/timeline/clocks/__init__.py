@@ -19,8 +19,8 @@ from stepscope_report.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
-"""A wall clock that departs from the monotonic clock by more than this and by more than `_JUMP_NS` was set:
-kernels adjust a clock's rate by at most 500 ppm."""
+"""A wall clock was set if it departs from the monotonic clock by more than `_JUMP_PPM` and by more than
+`_JUMP_NS`: kernels adjust a clock's rate by at most 500 ppm."""
 _MOST_SAMPLES = 8
 """Number of samples to use if a clock was set: half from the start and half from the end of the step. Each
 sample may be from before or after the jump."""
@@ -67,7 +67,10 @@ class Line(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Lead of a clock over the owner's when it showed `wall_ns`, true within +- `within_ns`."""
+    """Lead of a clock over the owner's at the time `wall_ns`, true within +- `within_ns`.
+
+    `samples_of` returns times on the owner's clock, and `_on_its_clock` times on the other clock.
+    """
 
     wall_ns: int
     offset_ns: int
@@ -75,7 +78,7 @@ class Sample(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """The middle of a band in ns, at its two ends. The true line is always within +- `within_ns` of this."""
+    """The middle of a band in ns, at its two ends. The true line is within +- `within_ns` of the middle."""
 
     first_ns: int
     last_ns: int
@@ -86,7 +89,7 @@ class Band:
     """The lines that fit all bounds so far. A line is a point (value at 0, value at 1), and all these points
     are a convex polygon.
 
-    Whatever the number of bounds, only its corners are kept. Values are ns, at most some hours from 0, where
+    Only the corners of this polygon are kept. Values are ns, at most some hours from 0, where
     doubles are exact to a fraction of a ns.
     """
 
@@ -273,7 +276,7 @@ def align(
 
 
 def samples_of(key: str, reference: Reference) -> list[Sample]:
-    """Return the owner's samples of a process' clock, by the owner's time."""
+    """Return the owner's samples of a process' clock by the owner's time; empty without an anchor."""
     place = reference.place
     if place is None:
         return []
@@ -385,7 +388,7 @@ def _moved(knots: Sequence[tuple[int, int]], offsets_ns: Sequence[int]) -> Place
 
 
 def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[int, int]], int, bool]:
-    """Return (knots on the process' own wall clock, its drift, whether the clock was set in between)."""
+    """Return (knots on the process' own wall clock, drift in ns, True if the clock was set in between)."""
     knots = [(opened.mono_ns, opened.wall_ns)]
     if closed is None or closed.mono_ns <= opened.mono_ns:
         return knots, 0, False
@@ -420,7 +423,7 @@ def wall_base(base_ns: int | None, at_us: float | None) -> int | None:
 
     Args:
         base_ns: The base that the file states, or None if it states none: its times may count from 1970.
-        at_us: A time in the file, or None if it has none.
+        at_us: A time in the file, or None if the file has no times.
     """
     since_ns = base_ns or 0
     return since_ns if is_wall(since_ns + round((at_us or 0.0) * 1000)) else None
@@ -435,7 +438,7 @@ def middle(times: Iterable[float]) -> float | None:
 
 
 def is_near(start_ns: int, end_ns: int, window: tuple[int, int]) -> bool:
-    """Return whether something lies in the step, or at most an hour away from it."""
+    """Return whether a time from `start_ns` to `end_ns` lies in the step, or at most an hour beside it."""
     return window[0] - MARGIN_NS <= start_ns and end_ns <= window[1] + MARGIN_NS
 
 

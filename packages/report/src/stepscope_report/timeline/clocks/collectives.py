@@ -348,7 +348,7 @@ def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
 
 @cache
 def _finder() -> Callable[[bytes, bytes], int]:
-    """Return StringZilla's `find` if it is installed: it takes a quarter of the time of Python's."""
+    """Return StringZilla's `find` if installed, else Python's, which takes four times as long."""
     try:
         finder: Callable[[bytes, bytes], int] = import_module("stringzilla").find
     except ImportError:
@@ -357,7 +357,7 @@ def _finder() -> Callable[[bytes, bytes], int]:
 
 
 def find(text: bytes, needle: bytes) -> int:
-    """Return the first offset of some bytes in a text, or -1 if it does not have them."""
+    """Return the first offset of some bytes in a text, or -1 if the text does not contain them."""
     return _finder()(text, needle)
 
 

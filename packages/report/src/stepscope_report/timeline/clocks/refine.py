@@ -52,13 +52,13 @@ from stepscope_report.timeline.readers.chrome import SUFFIXES
 from stepscope_report.timeline.sources import Source
 
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
-"""Collectives of each source, by its index."""
+"""{index of a source: its collectives by kind}."""
 _MOST_DRIFT_PPM = 500
 """Largest drift at which collectives are matched; kernels slew clocks at most as fast."""
 _SHIFTS = (1, -1, 2, -2, 3, -3)
-"""Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
+"""Positions by which the windows of two ranks may differ although they contain equally many collectives."""
 Pairs = Mapping[int, tuple[Times, Times]]
-"""Times of each collective on the first clock and on the other, by its number."""
+"""{number of a collective: (its times on the first clock, its times on the other clock)}."""
 
 
 def _collectives_of(

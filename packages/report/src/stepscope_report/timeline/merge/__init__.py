@@ -125,7 +125,8 @@ class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     """Number of events written."""
     crossing: int = 0
-    """Number of events on a further line of their thread, because they overlap others without nesting."""
+    """Number of events on a further line of their thread, because they overlap other events without
+    nesting."""
 
 
 class Merged(msgspec.Struct, frozen=True, kw_only=True):

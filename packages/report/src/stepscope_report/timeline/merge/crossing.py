@@ -1,7 +1,7 @@
 """Slices of one thread that overlap without nesting.
 
-Perfetto drops the later of two such slices. Examples are a range of the user, which begins inside the call of
-`__enter__` and ends after this call, and a kernel that the GPU starts before the previous kernel has ended.
+Perfetto drops the later of two such slices. For example, a range of the user begins inside the call of
+`__enter__` and ends after this call. Or a GPU starts a kernel before the previous kernel has ended.
 
 Each slice is put on the first line of its thread on which it nests with all slices that come before it in the
 file. Most files have events sorted by start, or a few such runs one after another: operators, then calls of
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 _MOST_LINES = 16
 """Largest number of lines of a thread. A slice that fits on none of them stays on the first."""
 _SHORTER_US = 0.0004
-"""Each end is kept earlier by this much, less than a ns, so that slices that touch do not overlap, however
-start and duration are rounded."""
+"""Time in us, less than a ns, by which each end is stored too early. Slices that touch then do not overlap,
+however start and duration are rounded."""
 _EQUAL_US = 0.0002
-"""Ends that differ by less than this are equal."""
+"""Ends that differ by less than this time in us are equal."""
 _NEAR = 512
 """Number of slices at the end of a run among which a late slice is inserted: some files are sorted by
 ends."""
@@ -229,10 +229,10 @@ class Lines:
         return len(lines) - 1
 
     def place(self, events: Sequence[Any], tracks: Mapping[int, int]) -> list[Moved]:
-        """Add the slices among these events. Return those that need a further line.
+        """Add the slices among these events. Return the slices that need a further line.
 
-        This runs for each event of a file. Slices that come in the order of their starts and cross nothing
-        are handled here, without a call.
+        This method runs for each event of a file. Slices that come in the order of their starts and cross
+        nothing are handled here, without a call.
 
         Args:
             tracks: {tid of an event: its track in the timeline}.

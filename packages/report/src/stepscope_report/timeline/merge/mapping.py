@@ -1,8 +1,8 @@
 """Times, tracks and ids of events in the merged timeline.
 
-A time is mapped exactly. A row keeps the pid of its process unless another row has it, and a thread keeps its
-tid unless another thread of the row has it, so most events need no change. Other pids and tids get free
-numbers far below 2^32, the limit of Perfetto. Flow ids and async ids get the number of their file as a
+A time is mapped exactly. A row keeps the pid of its process unless another row has this pid. A thread keeps
+its tid unless another thread of the row has this tid. So most events need no change. Other pids and tids get
+free numbers far below 2^32, the limit of Perfetto. Flow ids and async ids get the number of their file as a
 prefix. All ids stay below 10^15, so that a double represents them exactly.
 """
 
@@ -61,7 +61,9 @@ class Place:
 
     @property
     def shift_ns(self) -> int | None:
-        """Number that is added to `ts` * 1000, or None if it differs between events, or is not known yet."""
+        """Number that is added to `ts` * 1000, or None if the number differs between events, or is not known
+        yet.
+        """
         if self._row.shift_ns is None or not (self._clock is None or steady(self._clock)):
             return None
         return self._shift_at(0)
@@ -127,7 +129,7 @@ class FlowIds:
         self._others: dict[tuple[bytes, object], int] = {}
 
     def number(self, written: bytes, scope: object = None) -> int:
-        """Return the new id for an id as JSON has it. Different ids stay different."""
+        """Return the new id for an id written as JSON. Different ids stay different."""
         if scope is None and written.isdigit() and int(written) < self.below:
             return int(b"%b%d" % (self.prefix, int(written)))
         # Strings and large numbers get a number with one more digit behind the prefix than other ids have.
@@ -264,7 +266,7 @@ class Tracks:
         names = [_meta("thread_name", pid, tid, name=name) for (pid, tid), name in self._unnamed.items()]
         for (row, known), (pid, tid, line) in self._beside.items():
             name = self._names.get((row, pid, tid), f"thread {tid}")
-            # Viewers sort threads by this number, which Kineto writes as the tid.
+            # Viewers sort threads by this index, for which Kineto writes the tid.
             names += _named("thread", row, known, f"{name} ({line + 1})", int(tid) if tid.isdigit() else 0)
         self._unnamed.clear()
         self._beside.clear()

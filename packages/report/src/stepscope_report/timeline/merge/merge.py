@@ -47,7 +47,7 @@ _RESERVE = 1 << 16
 
 
 class Inputs(NamedTuple):
-    """Traces of a step's folder, with the facts that a merge needs before it places them."""
+    """Traces of a step's folder, with the facts that a merge needs to place the traces."""
 
     chrome: list[tuple[TraceFile, TraceFields]]
     recordings: list[Recorded]
@@ -104,10 +104,10 @@ def step_source(
 
 
 def plain_source(paths: Sequence[Path]) -> Source:
-    """Read traces that stepscope did not write: files, and folders that hold them.
+    """Read traces that stepscope did not write, from files and folders.
 
     Raises:
-        RecordError: no file holds an event of a trace, or one is a merged timeline.
+        RecordError: no file contains an event of a trace, or a file is a merged timeline.
     """
     keep_memory()
     step = read_plain(paths)
@@ -282,7 +282,7 @@ def write_plan(
 
 
 def _write_spans(plan: Plan, write: Write, outcome: RowOutcome, ids: FlowIds) -> int:
-    """Write the spans of a plan's rows, and the arrows between them. Return their number."""
+    """Write the spans of a plan's rows, and the arrows between the spans. Return the number of spans."""
     tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
         _write_own(drawn.path(row, tracks), row, tracks, write)

@@ -54,7 +54,7 @@ class Drawing:
         self._pending: list[bytes] = []
         self.notes = recorded.notes
         self.events: dict[int, int] = {}
-        """Number of drawn events, by their row's pid."""
+        """{pid of a row: number of its drawn events}."""
         self.outside = 0
         """Number of events left out because they are not between `from` and `to`."""
 

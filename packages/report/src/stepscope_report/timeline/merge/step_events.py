@@ -50,9 +50,9 @@ def pack(intervals: Sequence[Interval]) -> list[int]:
     """Return the lane of each interval, counted from 0.
 
     Two intervals in a lane are nested or disjoint. An interval gets its parent's lane if it fits there:
-    within the parent and beside its siblings. All others get the lowest lane in which nothing runs at their
-    start: intervals without a parent, children that outlive their parent, and concurrent siblings. If all
-    children fit, there are as many lanes as intervals without a parent that overlap at one time.
+    within the parent and beside its siblings. All other intervals get the lowest lane in which nothing runs
+    at their start: intervals without a parent, children that outlive their parent, and concurrent siblings.
+    If all children fit, there are as many lanes as intervals without a parent that overlap at one time.
     """
     lanes = [-1] * len(intervals)
     stacks: list[list[int]] = []
@@ -97,7 +97,7 @@ class Drawn:
         for counter in timeline.counters:
             self._counters_of[counter.process].append(counter)
         self._passes_at: dict[int, JsonEvent] = {}
-        """{index of an engine in `Timeline.passes`: the pid and tid of its drawn passes}."""
+        """{index of an engine in `Timeline.passes`: pid and tid of the track with its passes}."""
         self._launches: dict[int, EngineLaunches] = {}
         """{index of an engine: the launches in its traces}."""
         self._pointed: dict[int, set[int]] = defaultdict(set)
@@ -256,7 +256,7 @@ class Drawn:
             name, last = _name(counter), None
             for at_ns, value in _points(counter):
                 position = at_ns + (row.shift_ns or 0) - self._axis.base_ns
-                # A time below 0 is of a clock that is far off. Viewers drop it.
+                # Viewers drop a time below 0, which comes from a clock that is far off.
                 if value != last and position >= 0 and self._cut.holds(position, position):
                     last = value
                     yield {
@@ -415,10 +415,10 @@ class EngineLaunches:
     """Annotations and launches in the events of one engine's workers, as its traces are written.
 
     A worker annotates each pass with the numbers of its requests. A launch on the thread and in the time of
-    the annotation has the same correlation as the work that it launched, even as the kernels of a replayed
-    CUDA graph. Passes and annotations are matched by order and numbers and not by time, because a worker may
-    launch a pass before the previous pass has ended. The first worker with an annotation counts, because all
-    workers run the same passes.
+    the annotation has the same correlation as the launched work, also if the work is a replayed CUDA graph.
+    Passes and annotations are matched by order and numbers and not by time, because a worker may launch a
+    pass before the previous pass has ended. The first worker with an annotation counts, because all workers
+    run the same passes.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 result.
 
 Decoding and encoding each event takes ten times as long. But the changes that a file's events need hardly
-differ from batch to batch. So they are learned from one batch, as needles, and applied unseen to the next:
+differ from batch to batch. So the changes are learned from one batch, as needles, and applied to the next:
 
     needle                written            marked                final
     thread                "pid":0,"tid":7    "pid":M1,"tid":T17    "pid":412,"tid":7
@@ -18,7 +18,7 @@ differ from batch to batch. So they are learned from one batch, as needles, and 
             |                            `Rewriter` decodes each event by itself
       3. unmark: marked -> final         `_replaced`; counts again; the timeline takes the result
 
-1. A mark is a key or a number that was drawn when this process began, so no file can hold it.
+1. A mark is a key or a number that was drawn when this process began, so no file can contain it.
 2. The decoder refuses an event whose pid, tid, time or id is neither marked nor allowed to stay, in any
    spelling. Events with a mark are counted, so a mark inside an argument or a name is noticed.
 3. The replacements are counted again. This is how a mistake of the searching library would show.

@@ -1,6 +1,6 @@
 """Reader of Chrome traces, plain or gzip, as torch (Kineto), the engines and others write them.
 
-A file is an object with `traceEvents` among its fields, before or behind the others, or only the array.
+A file is an object with the field `traceEvents`, before or behind other fields, or only this field's array.
 Format: "Trace Event Format", Google; of an event's fields these matter here: ph, pid, tid, ts, dur and id.
 Absolute unix time in ns = `ts` (us) * 1000 + `baseTimeNanoseconds` (Kineto from 2024 on).
 """
@@ -35,7 +35,7 @@ _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
-"""Number of bytes of the first block: more than most files have before their events. It is read twice."""
+"""Number of bytes of the first block, which is read twice: most files have fewer before their events."""
 _FIRST_BLOCKS = 64
 """Largest number of blocks of `_FIRST_BLOCK` bytes that are searched for the first time of an event, because
 metadata may come before it."""
@@ -212,8 +212,8 @@ def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
 
 
 def _behind_header(text: bytes, fields: dict[str, msgspec.Raw]) -> bytes | None:
-    """Add the fields before the events to `fields`. Return the text after them, or None if it has no
-    events."""
+    """Add the fields before the events to `fields`. Return the text after the start of
+    the events, or None if `text` has no events."""
     at = _array(text)
     if at is None:
         return None

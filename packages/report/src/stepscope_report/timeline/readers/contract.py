@@ -1,9 +1,9 @@
 """Readers of other files than Chrome traces: their contract, and the installed ones.
 
 Other packages bring readers by the entry points `stepscope.readers`. An entry point names a class (or
-function) that is called without arguments and gives a `Reader`. Merges and reports ask every reader about
-every file below a step's `traces`; the first that claims a file reads it. If a reader raises, its file is
-left out and the error is listed, and the other files are read.
+function) that is called without arguments and returns a `Reader`. Merges and reports ask every reader about
+every file below a step's `traces`; the first reader that claims a file reads it. If a reader raises, its file
+is left out and the error is listed, and the other files are read.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the timeline. A reader yields a track before the track's first event, and again if it finds a
+    """A line of the timeline. A reader yields a track before the track's first event, and again with a
     better name.
 
     Tracks of one process that have one name are one track, also across the files that one reader reads.
@@ -151,7 +151,7 @@ class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Values of a counter from this moment on. Its process and its name identify it."""
+    """Values of a counter from this moment on. Its process and its name identify a counter."""
 
     track: int
     name: str
@@ -254,7 +254,7 @@ class Readers:
                 self.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
             else:
                 self._readers.append(reader)
-        # Imported here because both import this module.
+        # Imported here because both readers import this module.
         from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
         from stepscope_report.timeline.readers.nsys import NsysReader
 

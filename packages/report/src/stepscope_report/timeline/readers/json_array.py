@@ -185,7 +185,7 @@ class Elements(Generic[T]):
 
     def _may_go_on(self, text: bytes, start: int, limit: int, last: bool, is_final: bool) -> bool:
         """Keep the text from `start` on for the next block if an element may begin there and end later.
-        Return whether it was kept.
+        Return whether the text was kept.
         """
         size = len(text) - start
         begins = text[start : start + 1] in (b"{", b"[", b'"')

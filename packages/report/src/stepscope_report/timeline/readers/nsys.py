@@ -368,7 +368,7 @@ class _Export:
         return f"LEFT JOIN temp.{first} l ON {join}", "l.at = t.start"
 
     def _is_sound(self, start: int, end: object) -> bool:
-        if type(end) is not int or start == end == 0:  # CUPTI writes 0 for times that it does not know
+        if type(end) is not int or start == end == 0:  # CUPTI writes 0 for an unknown time
             self._notes.events(NO_TIME)
         elif end < start:
             self._notes.events(BACKWARDS)

@@ -234,7 +234,7 @@ def _error(span: Json) -> str | None:
 
 
 def _attributes(owner: Json) -> Iterator[tuple[str, str | int | float | bool]]:
-    """Yield the attributes that hold one text, number or truth value."""
+    """Yield (name, value) of the attributes whose value is a text, a number or a truth value."""
     for pair in _objects(owner, "attributes"):
         key, value = pair.get("key"), _object(pair, "value")
         if not isinstance(key, str):
