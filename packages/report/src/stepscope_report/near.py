@@ -36,11 +36,11 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     path_ns: Mapping[Label, int]
     """Own time in ns of each stage on the critical path."""
     outside_ns: int = 0
-    """Time on the critical path in which no span ran."""
+    """Time in ns on the critical path in which no span ran."""
     call_ns: Mapping[Label, int]
-    """Median time of a call of each stage."""
+    """Median time in ns of a call of each stage, over all processes."""
     rank_ns: Mapping[tuple[Label, str], int] = {}
-    """Sum of the calls of each stage in each process, by the process' name."""
+    """{(stage, name of a process): sum in ns of the stage's calls in this process}."""
     preempted: int = 0
     """Number of requests that engines preempted."""
 

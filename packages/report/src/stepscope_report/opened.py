@@ -302,7 +302,9 @@ def open(  # noqa: A001  # read as `stepscope_report.open`
 
 
 def _values(report: StepReport) -> dict[str, Sequence[Any]]:
-    """Return the rows of each table of a report. A table that the step lacks has no rows."""
+    """Return the rows of each table of a report. The rows of a table that the step lacks are
+    empty.
+    """
     tail, traces, counters = report.long_tail, report.traces, report.counters
     return {
         "advice": report.advice,

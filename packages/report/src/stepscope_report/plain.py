@@ -136,7 +136,7 @@ class Plain:
         return () if self._report.traces is None else self._report.traces.steps
 
     def names(self) -> str:
-        """Return the names of the ranges with the most time, for a message."""
+        """Return the names of the ranges with the most time as one text, for a message."""
         rows = sorted(self._report.labels, key=lambda row: -row.cpu_ns)
         return few(list(dict.fromkeys(row.path[-1] for row in rows)), 8) or "there is none"
 

@@ -20,8 +20,7 @@ _PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
 _RESUMES = re.compile(r"(resume|continue)(_generation)?|wake_up|resume_memory_occupation")
 
 Mark: TypeAlias = Literal["pause", "resume", "weights"]
-"""Effect of a span on an engine: it pauses the engine, resumes it, or loads weights, which pauses it
-meanwhile."""
+"""Effect of a span on an engine. `weights`: the span loads weights, and the engine is paused meanwhile."""
 
 
 class Pass(NamedTuple):
@@ -358,7 +357,8 @@ def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
 def _held(
     timeline: Timeline, number: int | None, role: str, activities: Iterable[TraceActivity]
 ) -> list[tuple[int, int]] | None:
-    """Return the stretches in which an engine had requests, by its counters, or None if these are unknown.
+    """Return the stretches in which an engine had requests, by its counters. None if the counters
+    are unknown.
 
     Without samples, the result is empty if the scheduler had no requests at the start and at the stop of the
     recording.

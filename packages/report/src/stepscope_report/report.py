@@ -146,7 +146,7 @@ def _added(point: EntryPoint, sources: Sources, report: StepReport) -> AddedSect
         value = sources.value_of(msgspec.structs.replace(section, name=f"added {point.name}"))
         if section.terminal is None:
             return AddedSection(name=point.name, title=title, tables=_blocks(value), value=None)
-        msgspec.to_builtins(value)  # if JSON cannot hold it, only this section fails
+        msgspec.to_builtins(value)  # raises here, for this section alone, if JSON cannot hold the value
         tables = _blocks(section.terminal(value, report))
         return AddedSection(name=point.name, title=title, tables=tables, value=value)
     except Exception as error:  # code of another package must not end the report

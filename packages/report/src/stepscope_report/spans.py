@@ -141,11 +141,14 @@ class ManyNames(NamedTuple):
     names: int
     example: Label
     ids: bool
-    """True if the names differ only by numbers, or are too many for names of stages."""
+    """True if at most half as many names are left without the ids in them, or if the names are too many for
+    names of stages."""
 
 
 def few_names(timeline: Timeline) -> tuple[Timeline, ManyNames | None]:
-    """Return the timeline with few stages and roles: the longest keep their names, others share one name.
+    """Return (timeline with few names of stages and roles, `ManyNames`; None if the timeline is unchanged).
+
+    The stages and roles with the most time keep their names, and the other stages and roles share one name.
 
     A table has a row for each name, and an instant is split among the names that run. Without this limit, a
     name that contains an id would make the report take hours.

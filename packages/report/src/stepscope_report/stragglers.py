@@ -60,7 +60,7 @@ class StragglerRow(msgspec.Struct, kw_only=True):
 
 
 def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
-    """Return a row for each process and collective, the process that others waited for longest first."""
+    """Return a row for each process and collective. The row for which others waited longest comes first."""
     rows: dict[tuple[str, str, str], StragglerRow] = {}
     for role, collective, calls in matched_calls(activities):
         waited = Waited()

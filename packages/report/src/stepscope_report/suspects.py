@@ -166,14 +166,14 @@ class _Lineup:
         return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
 
     def _begin_ns(self, node: int) -> int:
-        """Return the begin of a call. It may be before the step, because an owner's capture may have opened
-        before the first owner's.
+        """Return the unix time in ns at which a call began. The call of an owner may begin before the step,
+        because the owner's capture may have opened before the first owner's.
         """
         span = self._timeline.spans[node]
         return span.start_ns if self._timeline.processes[span.process].owner else self._graph.start_ns[node]
 
     def _own(self, node: int, start_ns: int) -> int:
-        """Return the own time of a call from `start_ns` on."""
+        """Return the own time of a call in ns, from `start_ns` on."""
         graph, span = self._graph, self._timeline.spans[node]
         if not self._timeline.processes[span.process].aligned:
             return span.dur_ns or 0
@@ -212,7 +212,7 @@ class _Lineup:
     def _without_dead(self, by_process: dict[int, Work]) -> dict[int, Work]:
         """Return the calls of a stage without those of processes that never closed their capture.
 
-        Such processes worked for longer than was recorded, so no other process is slow compared with them.
+        These processes worked for longer than was recorded, so that a comparison with them would be wrong.
         The process with the most time of all stays, closed or not.
         """
         most_ns = max(work.own_ns for work in by_process.values())

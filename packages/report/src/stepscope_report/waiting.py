@@ -445,8 +445,8 @@ class Entered:
                 self._last[key][rank] = group.entered
 
     def behind(self, state: ProcessState) -> Behind | None:
-        """Return how far a process is behind in the group in which it is furthest behind; None if it is not
-        behind in any group.
+        """Return how far a process is behind in the group in which it is furthest behind; None if
+        the process is not behind in any group.
         """
         known = state.collectives
         found = []
@@ -459,8 +459,8 @@ class Entered:
         return max(found, key=lambda one: (one.others or 0) - (one.begun or 0), default=None)
 
     def awaited(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
-        """Return the oldest open collective of a process, or None, and the ranks that have not entered this
-        collective, including ranks that do not answer.
+        """Return (oldest open collective of a process, ranks that have not entered it). The ranks include
+        ranks that do not answer. Without an open collective, return (None, ()).
         """
         own = state.collectives
         if own is None or not own.pending:

@@ -65,7 +65,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Number of calls at the beginning of `culprits` that wait for each other; 0 if the first culprit
     waits for no call."""
     held: int = 0
-    """Number of calls that wait for the first culprit, directly or through others."""
+    """Number of calls that wait for the first culprit or for a call of its circle, directly or through
+    others. Calls in `Call.alike` count too."""
     idle: tuple[str, ...]
     """Processes that are in no call, with the place of their main thread."""
     engines: tuple[str, ...]
@@ -172,14 +173,14 @@ class _Answer:
         found.sort(key=lambda call: -call.age_ns)
         self.calls = found
         self._inside: dict[_Site, set[int | None]] = defaultdict(set)
-        """{(job, collective, frame that called the collective): ranks that are in it}."""
+        """{(job, collective, frame that called the collective): ranks in the collective}."""
         for call in found:
             if call.collective is not None:
                 self._inside[self._site(call)].add(rank_of(self.processes[call.process].state))
         self._lacked: dict[_Site, tuple[int, ...]] = {}
         self._at = {(call.process, call.span): at for at, call in enumerate(found)}
         self._of: dict[str, list[int]] = defaultdict(list)
-        """{process: indices of its calls}."""
+        """{process: indices in `calls` of the calls of this process}."""
         for at, call in enumerate(found):
             self._of[call.process].append(at)
         self._spans_end = len(found)
@@ -329,7 +330,9 @@ class _Answer:
         return any(process.spans[own].link is not None for own in process.line(self.calls[at].span))
 
     def _missing_peers(self, call: Call, state: ProcessState) -> Iterator[int]:
-        """Set the ranks that are missing in a collective, and yield the calls of these ranks."""
+        """Store the ranks that are missing in a call's collective in `Call.missing`, and yield the indices of
+        the calls of these ranks.
+        """
         peers = self._peers[self._jobs[state.process.key]]
         missing = call.missing or self._lacks(call, state)
         at = self._at[call.process, call.span]
@@ -412,7 +415,7 @@ class _Answer:
         awaited = self._awaited_by_the_step()
         self._waited_by = set().union(*self.edges)
         for group in groups:
-            # First the call at the rarest place, then the youngest, which may have skipped a collective.
+            # First the call at the rarest place. Of several, the youngest may have skipped a collective.
             places = {at: (self.calls[at].collective, self.calls[at].where) for at in group}
             same = Counter(places.values())
             group.sort(key=lambda at, places=places, same=same: (same[places[at]], self.calls[at].age_ns))  # type: ignore[misc]

@@ -247,7 +247,7 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
     predicts no saving."""
     error_ns: int | None = None
     """Uncertainty of the prediction in ns: the distance from the prediction to the farther end of its 95 %
-    interval."""
+    interval. None without a prediction."""
 
 
 class Located(NamedTuple):
@@ -309,7 +309,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the user's framework by knob. Empty if no framework is known."""
     what_if: WhatIf = no_saving
     names: ManyNames | None = None
-    """The limit on stage names that the step exceeded. None if each stage and role has its own row."""
+    """The names of stages and roles, if they are too many for rows of their own. None if each has its own
+    row."""
 
     @property
     def counter_rows(self) -> Sequence[CounterRow]:

@@ -66,7 +66,7 @@ OF_GAPS = (
 _STEP = "ProfilerStep"
 OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _HELD_NS = 1_000_000
-"""Time in ns up to which kernels that were launched in time may stand apart."""
+"""Length in ns that the longest `queued` gap must have for advice."""
 _LOOP = 5
 """Number of gaps per step from one call at one place with which advice says that the call is in a loop."""
 

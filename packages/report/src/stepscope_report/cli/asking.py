@@ -42,8 +42,8 @@ class Question:
         write_atomic(self._order, msgspec.json.encode(order))
 
     def answers(self, wait_s: float) -> list[ProcessState]:
-        """Return the states of all processes that answer in time. Return early if every expected process has
-        answered.
+        """Return the states of all processes that answer within `wait_s`. Return early if every expected
+        process has answered, or if no further answer came for `_QUIET_S`.
         """
         answered, last, until = 0, self._began, time.monotonic() + wait_s
         while True:

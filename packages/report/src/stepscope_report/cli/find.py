@@ -139,7 +139,7 @@ def is_step(path: Path) -> bool:
 
 
 def read_run(path: Path) -> RunRecord | None:
-    """Return the record in a `run.json`; None if it is not one."""
+    """Return the record in the file `run.json`, or None if the file is missing or damaged."""
     try:
         return read_record(path, RunRecord)
     except (OSError, RecordError):

@@ -43,9 +43,9 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     wall_ns: int | None
     """Duration of the step. None if the owner recorded nothing or never closed the capture."""
     uncaptured_ns: int | None
-    """Median duration of uncaptured steps near this one. None if none is known."""
+    """Median duration of the uncaptured steps near this step. None if no uncaptured step is known."""
     between_ns: int | None
-    """Median time between two uncaptured steps. None if no two of them are consecutive."""
+    """Median time between two uncaptured steps. None if no two such steps are consecutive."""
     processes: int
     artifacts: int
     bytes: int
@@ -56,10 +56,11 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """Cause of a step that took 10 % longer than the steps near it, from spans alone. None for other
     steps."""
     died: str = ""
-    """The processes that died in the step, in words. Empty if none is known to have died."""
+    """The processes that died in the step, in words. Empty if no process is known to have
+    died."""
     error: str | None = None
     """The event that ended the capture early: an exception of the user's code, SIGTERM, or the end of the
-    process. None if it did not end early."""
+    process. None if the capture did not end early."""
     recorder: Recorded | None = None
     """The event for which the flight recorder wrote the step. None if the step was captured."""
     warnings: tuple[str, ...] = ()

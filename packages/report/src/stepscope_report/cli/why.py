@@ -61,7 +61,7 @@ def why(
 
 def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
     """Return the states of all processes that answer within `wait_s`. Return early if every expected process
-    has answered.
+    has answered, or if no further answer came for a second.
     """
     with closing(Question(layout)) as question:
         return _answers(question, wait_s)

@@ -45,8 +45,8 @@ class View:
         """Attention mask of each token, of shape [batch, 1, time, end]."""
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [batch, heads, time, head_dim]. Return all up to these: [batch, heads, end,
-        head_dim].
+        """Store keys and values [batch, heads, time, head_dim]. Return the keys and the values of the
+        batch up to its last position, both [batch, heads, end, head_dim].
         """
         keys, values, rows = self._cache.keys[layer], self._cache.values[layer], self._slots[:, None]
         keys[rows, :, self.positions] = key.transpose(1, 2)

@@ -36,7 +36,7 @@ OTHERS = ("profiler", "unaccounted")
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
     report: StepReport
     href: str | None
-    """Path of the step's page, relative to the run's page. None if there is no page."""
+    """Path of the step's page, relative to the run's page. None if the step has no page."""
 
 
 def render_run(

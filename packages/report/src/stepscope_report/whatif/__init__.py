@@ -48,7 +48,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """Calls of one trajectory that overlap. The next phase begins when all of them have ended."""
+    """Calls of one trajectory that overlap. The next phase begins when all calls of the phase have ended."""
 
     gap_ns: int
     """Time before the phase in which the trajectory had no call, in ns."""
@@ -65,8 +65,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     rest_ns: int
     """Time after the last phase of the trajectory, in ns."""
     consumed: bool = True
-    """False if the step does not consume the trajectory. It then only adds load to the replicas and the
-    tools."""
+    """False if the step does not consume the trajectory. Such a trajectory only adds load to the
+    replicas and the tools."""
 
     def calls(self) -> Iterator[Call]:
         for phase in self.phases:
@@ -94,8 +94,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     """Number of requests that a replica serves at once, or None if no request waited for a replica."""
     curve: tuple[tuple[float, float], ...] = ()
-    """The service curve as forward passes measured it: (requests, tokens per ns of all of them together),
-    ascending. Empty if these requests have no recorded passes."""
+    """The service curve as forward passes measured it: (number of requests, tokens per ns of all these
+    requests together), ascending. Empty if too few generations have recorded passes."""
     larger: tuple[tuple[float, float], ...] = ()
     """Points of the curve for more requests than were measured, computed from the passes."""
 
@@ -168,8 +168,8 @@ def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Tra
     """Return (size of the pool of tools, trajectories without their waits for a tool). The size is None if no
     tool waited.
 
-    A wait is inside the tool's span if a span below shows that. A wait can also be before the tool's span:
-    the end of the gap before the tool, for as long as all places of the pool were occupied.
+    A wait is inside the tool's span if a span below shows the wait. A wait can also be before the span: the
+    end of the gap before the tool, for as long as all places of the pool were occupied.
     """
     tools = [call for trajectory in trajectories for call in trajectory.calls() if call.kind == "tool"]
     worked = [(call.start_ns + call.wait_ns, call.end_ns) for call in tools]
@@ -225,8 +225,8 @@ def _gaps_ns(trajectories: Iterable[Trajectory]) -> int:
 def slots_of_replicas(generations: Sequence[Call]) -> int | None:
     """Return the number of requests that a replica serves at once, or None if the step shows no limit.
 
-    There is a limit if requests wait for replicas, and these serve the same number of requests for nearly all
-    of that time.
+    There is a limit if requests wait for replicas, and if the replicas serve the same number of requests for
+    nearly all of the time in which requests wait.
     """
     if sum(call.wait_ns for call in generations) < _QUEUED * sum(call.busy_ns for call in generations):
         return None
@@ -239,7 +239,7 @@ def slots_of_replicas(generations: Sequence[Call]) -> int | None:
 
 def slots_of_passes(engines: Iterable[EnginePasses]) -> int | None:
     """Return the number of requests that an engine serves at once, from its recorded forward passes. None if
-    these show no limit, as in `slots_of_replicas`.
+    the passes show no limit, as in `slots_of_replicas`.
     """
     admitted_ns, busy_ns = Counter[int](), 0
     for engine in engines:

@@ -48,7 +48,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tools that can run at once after the change; without a change, the present number. None for
     no limit."""
     slots: int | None = None
-    """Number of requests that a replica serves at once after the change. None if it is not changed."""
+    """Number of requests that a replica serves at once after the change. None if the number is not
+    changed."""
     staleness: bool = False
     overlap_reward: bool = False
     words: tuple[str, ...] = ()

@@ -141,7 +141,7 @@ _FARTHEST = 10.0
 _SETTLED = 1e-4
 """The fit ends if one iteration changes every rate by less than this share."""
 _LEAST = 1e-6
-"""Lowest rate as a share of the highest one. It is above 0 so that each request ends."""
+"""Lowest rate as a share of the highest rate. It is above 0 so that each request ends."""
 _ENOUGH = 5
 """Number of requests from which a replica gets a speed of its own."""
 _ROUNDING = 1e-12
@@ -153,7 +153,7 @@ class Curve(msgspec.Struct, frozen=True):
     """Tokens per ns of a replica by its number of requests in flight."""
 
     points: tuple[tuple[float, float], ...]
-    """(requests, tokens per ns of all of them together), ascending."""
+    """(number of requests, tokens per ns of all these requests together), ascending."""
     larger: tuple[tuple[float, float], ...] = ()
     """Points for more requests than were measured, computed by a model."""
     beyond: float = 0.0

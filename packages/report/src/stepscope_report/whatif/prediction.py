@@ -150,7 +150,7 @@ def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[Driver
 
 def _beside(before: Sequence[DriverStage], rollout_ns: float, after: Sequence[DriverStage]) -> float:
     """Return the time in which training and the next rollout run at once, in ns. Stages that move weights
-    never do.
+    never run beside other stages.
     """
     generates = rollout_ns + sum(stage.wall_ns for stage in before if stage.kind != "weights")
     trains = sum(stage.wall_ns for stage in after if stage.kind != "weights")
@@ -394,7 +394,7 @@ class Predicting:
         times = Counter(call.number for played in drawn for call in played.generations())
         weights = [times[call.number] for call in self._calls]
         known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
-        # Without computed points: outside of the measured ones, each round draws a curve between the bounds.
+        # The computed points are left out: beyond the measured points, each round draws its curve at random.
         curve = msgspec.structs.replace(service.curve, larger=())
         if known and service.measured is None:
             curve = fit(service.flight, weights, service.curve)

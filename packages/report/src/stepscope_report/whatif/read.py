@@ -44,7 +44,7 @@ _REST = "between stages"
 TRAJECTORY = "trajectory"
 """Name of the stage of the span around a trajectory."""
 UNKNOWN = "unknown"
-"""Name of the replica of calls whose spans name none."""
+"""Name of the replica of calls whose spans name no replica."""
 _SAME_CALL_NS = 1_000_000
 """Longest gap in ns between two spans that count as phases of one call."""
 _LINKED = 0.95
@@ -55,7 +55,7 @@ def read_step(timeline: Timeline) -> Step:
     """Return the parts of the step that a replay needs.
 
     Raises:
-        RecordError: the step has no trajectories, none of them generates, or the step does not wait for them.
+        RecordError: the step has no trajectories, no trajectory generates, or the step waits for none.
     """
     rollout = _Reading(timeline).rollout()
     before, after = _driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
@@ -73,7 +73,7 @@ class _Request(NamedTuple):
     """A request with recorded passes, on the owner's clock."""
 
     start_ns: int
-    """Time at which the request arrived in the engine; if unknown, the start of its first pass."""
+    """Time at which the request arrived in the engine; if unknown, the start of the request's first pass."""
     begin_ns: int
     """Start of the request's first pass."""
     end_ns: int
@@ -229,7 +229,7 @@ class _Reading:
                     )
 
     def _requests_of(self, indices: Iterable[int]) -> list[_Request]:
-        """Return the recorded requests that are named by the spans of a call or by spans below these."""
+        """Return the recorded requests that the spans of a call, or spans below the call, name."""
         inner = [below for index in indices for below in self._indices(index)]
         return [self._request(key) for index in inner for key in self._requests[index]]
 

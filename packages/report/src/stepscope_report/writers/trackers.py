@@ -131,8 +131,8 @@ def _log_beside(run: wandb.Run, step: ReportedStep) -> None:
 def _log(run: wandb.Run, step: ReportedStep) -> None:
     """Log the figures as `stepscope/<name>` over `stepscope/step`, and the page.
 
-    They are added to the row that is open. W&B would drop later logs of the training if they opened a new row
-    with a higher step.
+    The figures are added to the row that is open. W&B would drop later logs of the training if they opened a
+    new row with a higher step.
     """
     import wandb
 
