@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 _LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._server"}
-"""{name: module}. The modules are loaded on first use, because they import asyncio, and a worker needs only
-the extension."""
+"""{name: module}. A module is loaded on first use, because the modules import asyncio, and a worker needs
+only the extension."""
 
 
 def __getattr__(name: str) -> object:

@@ -138,7 +138,7 @@ def counters_of(server: Server) -> dict[str, float]:
 
 
 def as_object(answer: Answer) -> dict[str, object]:
-    """Return the JSON object in an answer; empty if the answer holds none."""
+    """Return the JSON object in an answer; empty if the answer contains no JSON object."""
     try:
         value = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:
@@ -149,8 +149,8 @@ def as_object(answer: Answer) -> dict[str, object]:
 log = logging.getLogger("stepscope")
 
 _desks: dict[str, Desk] = {}
-"""{URL of a server: its captures}. A profiler does not store its `Desk`, because a loop may create a new
-profiler for each capture. One writer: `VllmServer`."""
+"""{URL of a server: its captures}. The captures are kept here, because a loop may create a new profiler for
+each capture. One writer: `VllmServer`."""
 
 _warned: set[str] = set()
 """URLs of the servers about whose pipelines a warning was logged. One writer: `VllmServer.check`."""

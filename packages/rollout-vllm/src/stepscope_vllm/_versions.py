@@ -117,7 +117,7 @@ def leaves_sends_open(release: str) -> bool:
 
 
 def since(option: str) -> str:
-    """Return `; vLLM 0.32.0 has it` for an option that was added later; else empty."""
+    """Return `; vLLM 0.32.0 has it` for an option that a later release added. Empty for other options."""
     return f"; vLLM {ADDED[option]} has it" if option in ADDED else ""
 
 

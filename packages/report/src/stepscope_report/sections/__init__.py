@@ -33,14 +33,14 @@ class Sources:
         """The timeline with all names, for sections that list single calls."""
         self.timeline, self.names = few_names(timeline)
         self.traces = traces
-        """The traces, or None if they were not read."""
+        """The traces, or None if the traces were not read."""
         self.near = near
-        """Captured steps to compare with."""
+        """Captured steps near this step, to compare this step with."""
         self._values: dict[str, object] = {}
 
     @property
     def activities(self) -> Sequence[TraceActivity]:
-        """Return the contents of the traces. Empty if they were not read."""
+        """Return the contents of the step's traces. Empty if the traces were not read."""
         return () if self.traces is None else self.traces.activities
 
     @cached_property
@@ -49,7 +49,7 @@ class Sources:
         return step_path(self.timeline)
 
     def value_of(self, section: Section[Value]) -> Value:
-        """Return the value of a section, computed once."""
+        """Return the value of a section. Each section is computed once."""
         if section.name not in self._values:
             self._values[section.name] = section.compute(self)
         return cast(Value, self._values[section.name])

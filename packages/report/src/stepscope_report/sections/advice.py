@@ -1,7 +1,7 @@
 """*What to do*: the advice of a report, alarms first.
 
 Each rule is a pure function of the report's figures. It returns advice if the figures support the advice,
-else None. Advice names the figures and an upper bound of the time that it could save.
+else None. Advice names the figures, and an upper bound of the time that following the advice could save.
 """
 
 from __future__ import annotations

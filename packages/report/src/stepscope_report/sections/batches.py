@@ -34,13 +34,13 @@ class BatchSize(msgspec.Struct, frozen=True, kw_only=True):
     most: int
     passes: int
     ns: int
-    """Sum of the durations of these passes, in ns."""
+    """Sum of the durations of the passes of this size, in ns."""
     tokens: int
-    """Output tokens of these passes."""
+    """Output tokens of the passes of this size."""
     per_s: float
-    """Output tokens per second in these passes, for the whole batch."""
+    """Output tokens of the whole batch per second of the passes of this size."""
     per_s_each: float
-    """Output tokens per second of one request in these passes."""
+    """Output tokens of one request per second of the passes of this size."""
 
 
 class Batches(msgspec.Struct, frozen=True, kw_only=True):

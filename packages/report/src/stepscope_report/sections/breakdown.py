@@ -151,7 +151,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Time that the owner (the slowest owner, if there are several) took to close the capture, after the
     step."""
     total_ns: int
-    """Sum of opening, step and closing: the time that the code around the capture saw."""
+    """Sum of opening, step and closing: the time that the code around the capture measured."""
     lines: tuple[Line, ...]
     """Stages by share, the largest first; then the profiler, if it took time within the step; then the
     unaccounted time."""
@@ -263,7 +263,7 @@ def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block
 
 
 def between_ns(report: StepReport) -> int | None:
-    """Return the median time between two steps, or None if it is below 1 % of the step or unknown."""
+    """Return the median time between two steps, in ns. None if the time is unknown or below 1 % of a step."""
     baseline = report.baseline
     if baseline is None or baseline.between_ns is None or baseline.between_ns * 100 < baseline.p50_ns:
         return None
@@ -294,7 +294,7 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
 
 
 class _Shown(NamedTuple):
-    """One line of the account as it is shown."""
+    """One line of the account, as the table shows the line."""
 
     line: Line | None
     """The line, or None for all smaller stages together."""

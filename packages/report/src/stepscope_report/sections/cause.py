@@ -61,7 +61,7 @@ class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
-    """A possible cause: calls, a rank or a process that took longer than others of its kind."""
+    """A possible cause: a call, rank or process that took longer than similar calls, ranks or processes."""
 
     kind: CauseKind
     ns: int | None
@@ -519,8 +519,8 @@ def _other(timeline: Timeline, suspect: Suspect, names: ToolNames) -> OtherCause
 
 
 def _say_length(timeline: Timeline, explained: Explained) -> str:
-    """Return the step's duration beside the usual one: `1.16 s, 853 ms longer than usual` or `1.16 s (usual:
-    1.15 s)`. With one step to compare with, its number replaces `usual`.
+    """Return the step's duration and the usual duration: `1.16 s, 853 ms longer than usual` or `1.16 s
+    (usual: 1.15 s)`. If there is a single step to compare with, the number of that step replaces `usual`.
     """
     took = duration(timeline.window.wall_ns)
     if explained.usual_ns is None or explained.excess_ns is None:

@@ -67,7 +67,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 def collective_rows(activities: Sequence[TraceActivity]) -> Table[CollectiveRow]:
-    """Return the collectives whose size is known, those with the most total time first."""
+    """Return the collectives whose size is known, the most total time first, at most `KEPT`."""
     hosts = {one.info.rank: one.info.host for one in activities if one.info.rank is not None}
     sums: dict[tuple[str, str, int, int, int], _Sum] = {}
     for activity in activities:

@@ -261,16 +261,16 @@ class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
     late_ns: int
     """Longest time for which the loop could not run, in ns."""
     blocker: tuple[str, str] | None = None
-    """(role, stage) of the call that blocked the loop: the call that the sampler saw, else the innermost call
-    that ended when the loop ran again. None if neither is known."""
+    """(role, stage) of the call that blocked the loop: the call that the sampler found running, else the
+    innermost call that ended when the loop ran again. None if neither call is known."""
     line: str = ""
-    """Source line that blocked the loop: `tools.py:33`. Empty if the sampler did not see the line."""
+    """Source line that blocked the loop: `tools.py:33`. Empty if the sampler found no line."""
 
 
 def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
     """Yield each event loop that was late by more than `BLOCKED_NS` in the step, with its longest block.
 
-    A block by a recorded call counts only if another recorded call was open on that thread in the meantime.
+    A block by a recorded call counts only if another recorded call was open on the loop's thread meanwhile.
     Otherwise no recorded call waited for the loop.
     """
     for counter in timeline.counters:
@@ -327,8 +327,8 @@ def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
 def _seen(
     loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
 ) -> tuple[int, str] | None:
-    """Return (index of the span, source line) of the call that the sampler saw during the block. None if the
-    sampler saw none, or if the call is not in `calls`.
+    """Return (index of the span, source line) of the call that the sampler found running during the block.
+    None if the sampler found no call, or a call that is not in `calls`.
     """
     seen = [
         (value, counter.of.removeprefix(loop.of + IN))

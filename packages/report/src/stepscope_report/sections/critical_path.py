@@ -86,9 +86,9 @@ class PathGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     wall_ns: int
     saves_ns: int
-    """Time by which the step would be shorter if these calls took no time."""
+    """Time by which the step would be shorter if the calls of this group took no time."""
     parts: tuple[PathPart, ...]
-    """Own times of the stages, the longest first. They add up to `wall_ns`."""
+    """Stages of the group, the longest own time first. The own times add up to `wall_ns`."""
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,7 +333,7 @@ class VainWait(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[str, ...]
     """Names of the processes that waited in this stage."""
     wall_ns: int
-    """Time in which at least one of these processes waited, in ns."""
+    """Time in which at least one process of `processes` waited in this stage, in ns."""
     vain_ns: int
     """Part of `wall_ns` in which no process did work that could end the wait. Only work of rollout roles can
     end a wait of a rollout role; any work can end other waits."""

@@ -30,8 +30,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Role and stage of the innermost span of the process at the allocation, such as `actor update_actor`.
     None if no span ran, or if the time of the allocation is unknown."""
     where: str | None
-    """Innermost line of the allocation's stack: `model.py:41 forward`. None if the snapshot has no stack for
-    it."""
+    """Innermost line of the allocation's stack: `model.py:41 forward`. None if the snapshot has no such
+    stack."""
     blocks: int
     bytes: int
 

@@ -66,8 +66,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[str, ...]
     """Names of the replica's processes in the timeline."""
     rivals: tuple[str, ...] = ()
-    """Processes with this replica number that served different trajectories at the same time. They may be
-    separate engines that were given the same number. Empty if there are none."""
+    """Processes with this replica number that served different trajectories at the same time. These processes
+    may be separate engines with the same number by mistake. Empty if there are none."""
     profiled: bool
     """True if a profiler recorded the replica and thereby slowed it."""
     source: Source
@@ -91,13 +91,15 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     engines."""
     held_ns: int | None
     """Time in which the replica had requests but ran no pass. With source `requests`, time in which all
-    requests waited. If the replica ran nothing at all, this comes from its counter of unfinished requests."""
+    requests waited. If the replica ran nothing at all, the time is from the replica's counter of unfinished
+    requests."""
     paused_ns: int | None
     """Time in which the engine was paused, asleep or loading weights. No field above contains this time."""
     writing_ns: int | None
     """Time in which the engine's own profiler started or wrote. No field above contains this time."""
     idle_ns: int | None
-    """Rest of `recorded_ns`. None if the replica ran nothing and it is unknown whether it had requests."""
+    """Part of `recorded_ns` that no field above contains. None if the replica ran nothing and it is unknown
+    whether it had requests."""
     requests: int | None
     """Number of requests that ended."""
     prompt_tokens: int | None
@@ -464,7 +466,7 @@ _NAME_PHASES = {
 
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
-    """Return a sentence that names the processes without phases and says how to record the phases."""
+    """Return a sentence that names the processes without phases, with advice on how to record the phases."""
     names = few([row.process for row in rows], LISTED)
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     fix = _LOST if any(row.lost for row in rows) else f". {_NAME_PHASES[rows[0].given]}"

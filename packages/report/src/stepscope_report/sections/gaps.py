@@ -35,7 +35,7 @@ REMEDIES: dict[GapKind, str] = {
 }
 """Advice for each cause of gaps."""
 _FLOOR = 100
-"""A cause has a line in a terminal if it has at least 1 / `_FLOOR` of the idle time."""
+"""A cause has a line in a terminal if at least 1 / `_FLOOR` of the idle time has this cause."""
 
 
 class GapRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     """False if the process never closed its capture."""
     spans: int
     dropped: int | None
-    """Number of spans that the process dropped. None if it died before it reported the number."""
+    """Number of spans that the process dropped. None if the process died before it reported the number."""
     clock: ProcessClock
     cost: OwnCost | None
     profiled: bool = False
@@ -120,8 +120,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     """Number of spans that were dropped, in all processes that reported the number."""
     open_spans: tuple[SpanRow, ...]
-    """Spans without an end: first those of processes that never closed their capture, then by duration. Spans
-    of later steps that were running when their process closed its capture are in `other_steps` instead."""
+    """Spans without an end: first spans of processes that never closed their capture, then other spans, and
+    in both groups the longest first. Work of later steps that went on when the capture closed is in
+    `other_steps` instead."""
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
@@ -478,8 +479,8 @@ def say_again(health: Health) -> str:
 
 
 def say_deaths(health: Health) -> str:
-    """Return the names of up to three processes that died in the step, each with the longest call that it is
-    known to have been in. Empty if none died.
+    """Return the names of up to three processes that died in the step, each with the longest call that the
+    process is known to have been in. Empty if no process died.
     """
     dead = [row.name for row in health.processes if row.died]
     calls = {span.process: f"{span.role} {span.stage}" for span in reversed(health.open_spans)}
@@ -496,7 +497,7 @@ def say_ended(health: Health) -> str:
     what = "capture" if health.recorder is None else "step"
     error = plain(health.user_error)
     if health.recorder is not None and plain(health.recorder.reason).endswith(error):
-        error = "that exception"  # `say_recorder` has named it
+        error = "that exception"  # `say_recorder` has named the exception
     return f"The {what} ended with {error}: the report covers the time until then"
 
 

@@ -189,7 +189,7 @@ class _Shift:
         """Value of `_waited` at the time when a process became idle, by process."""
         self._stalls = _stalls_of_processes(timeline)
         self.stalled_ns = Counter[int]()
-        """Time in which a process seemed busy but its engine's profiler wrote, by process."""
+        """{index of a process: ns in which the process seemed busy while its engine's profiler wrote}."""
 
     def run(self) -> list[Counter[_Awaited]]:
         """Return for each process, in the timeline's order, its idle time in ns by the awaited work."""

@@ -35,7 +35,7 @@ other trajectories waited for each part."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
-    """A duration in ns, and the trajectory and turn that it belongs to."""
+    """A duration in ns, with the trajectory and the turn that lasted so long."""
 
     ns: int
     trajectory: str | None
@@ -111,7 +111,7 @@ class Outside(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     calls: int
     running: int
-    """Number of trajectories that ran between the first and the last of these calls."""
+    """Number of trajectories that ran between the first and the last of the calls."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +147,7 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     until_ns: int
     """Time from the opening of the capture to the end, or last sign of life, of the last of these
-    trajectories."""
+    trajectories to end."""
     last: str
     """Name of the last of these trajectories."""
 

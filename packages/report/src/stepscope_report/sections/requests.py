@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 FEW = 4
 """A pass with fewer requests than this counts as small."""
 _AFTER_NS = 1_000_000_000
-"""Largest time in ns between the end of a weight sync and the engine's record of new weights. With more time
-between them, the two are not related to each other."""
+"""Largest time in ns between the end of a weight sync and the engine's record of new weights. After a longer
+time, the new weights are not attributed to the sync."""
 
 
 class TokenLag(msgspec.Struct, frozen=True, kw_only=True):
     versions: int
-    """Version of the weights that are trained with these tokens, minus the version that wrote them."""
+    """Version of the weights that are trained with the tokens, minus the version that wrote the tokens."""
     tokens: int
 
 
@@ -65,7 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the start of the request's first pass to the end of its last pass, in ns."""
     passes: int
     computed: int
-    """Tokens that the passes computed for the request: of its prompt and of its output."""
+    """Tokens that the passes computed for the request: prompt tokens and output tokens."""
     tokens: int
     """Output tokens of the request."""
     preemptions: int
@@ -225,7 +225,7 @@ def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
 
 def _of_syncs(ns: int, syncs: Sequence[tuple[int, int, int]]) -> int | None:
     """Return the version of the weight sync that ran at a time or ended at most `_AFTER_NS` before. None if
-    there is no such sync or several with different versions.
+    there is no such sync, or if several such syncs have different versions.
     """
     found = {version for start, end, version in syncs if start <= ns <= end + _AFTER_NS}
     return found.pop() if len(found) == 1 else None

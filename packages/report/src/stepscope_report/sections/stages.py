@@ -44,7 +44,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_work_ns(self) -> int:
-        """Return `busy_ns` without waits. It includes stalls of the engine."""
+        """Return `busy_ns` without waits, in ns. Stalls of the engine are included."""
         return self.busy_ns - self.waited_ns
 
     @property
@@ -68,7 +68,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     only."""
     errors: int
     cancelled: int = 0
-    """Number of cancelled calls. They count in `calls` and are not errors."""
+    """Number of cancelled calls. `calls` includes cancelled calls, and `errors` does not."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None
@@ -92,7 +92,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def compared(self) -> list[Share]:
         """Return the processes without those whose calls are cut off. The process with the most time at work
-        stays, since it is slow in any case.
+        is always included, because that process is slow in any case.
         """
         return _compared(self.processes)
 

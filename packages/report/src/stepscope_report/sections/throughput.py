@@ -44,7 +44,7 @@ class Devices(NamedTuple):
     unit: str
     """`GPU` or `NPU`. If the devices are unknown: `rank`, `process` or `replica`."""
     name: str | None = None
-    """Name of the devices. None if it is unknown or if there are several kinds."""
+    """Name of the devices. None if the name is unknown or if there are several kinds."""
 
 
 class Hardware:
@@ -158,7 +158,7 @@ def _named(number: int, names: set[str]) -> Devices:
 
 
 def _together(devices: Sequence[Devices]) -> Devices:
-    """Return the sum of the devices. Its name is None if the names differ."""
+    """Return the sum of the devices. The name of the sum is None if the names differ."""
     names, units = {own.name for own in devices}, [own.unit for own in devices]
     (name, *others) = names
     return Devices(sum(own.number for own in devices), units[0], None if others else name)
@@ -452,7 +452,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     per_s: float
     """Tokens per second of the step's duration."""
     active_ns: int | None
-    """Time in which at least one process was in this phase, in ns. None if no span shows it."""
+    """Time in which at least one process was in this phase, in ns. None if no span shows the phase."""
     active_per_s: float | None
     """Tokens per second of `active_ns`, or None if that is unknown."""
     devices: int | None

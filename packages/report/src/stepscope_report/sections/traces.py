@@ -381,7 +381,7 @@ def _devices(rows: Sequence[DeviceRow], order: str) -> TextTable:
 
 def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
     """Yield a sentence for each of up to `most` devices, and one sentence for all other devices. If there are
-    more than `most` devices, the least busy ones come first.
+    more than `most` devices, the least busy devices come first.
     """
     ordered, _ = least_busy_first(rows, most)
     for row in ordered[:most]:

@@ -55,7 +55,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     bytes: int
     busy_ns: int
-    """Time in which at least one of these calls ran, in ns."""
+    """Time in which at least one call of the transfer ran, in ns."""
     gb_per_s: float | None
     """Speed in 10^9 bytes per second of `busy_ns`. None if `busy_ns` is 0."""
 
@@ -160,8 +160,8 @@ def _bucket(span: Span) -> str | None:
 
 
 def _is_inner(timeline: Timeline, span: Span, bucket: str | None = None) -> bool:
-    """Return True if a call around the span, of the same stage (and bucket, if given), already counts its
-    bytes.
+    """Return True if the span's bytes are already counted by a call around the span, of the same stage (and
+    bucket, if given).
     """
     return any(
         label_of(outer) == label_of(span) and bucket in (None, _bucket(outer)) and _bytes(outer) is not None

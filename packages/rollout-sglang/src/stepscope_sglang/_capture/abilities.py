@@ -99,13 +99,13 @@ def _further(capture: EngineCapture, facts: EngineFacts) -> list[str]:
 
 def lacks_plugin(facts: EngineFacts, states: Sequence[object]) -> bool:
     """Return whether the engine is a pipeline whose schedulers have not loaded stepscope's plugin, so that
-    captures may kill them.
+    captures may kill the schedulers.
     """
     return facts.pp > 1 and not all_show(states, SENDS_QUIET)
 
 
 def risk_of_whole_captures(facts: EngineFacts, states: Sequence[object]) -> str:
-    """Return the warning for a pipeline that `lacks_plugin`."""
+    """Return the warning for a pipeline for which `lacks_plugin` is True."""
     return (
         f"schedulers of this pipeline of sglang {facts.version} may die in torch's profiler after some "
         "captures (of 0.5.23 seen at the 16th and the 21st in a row, under load). "

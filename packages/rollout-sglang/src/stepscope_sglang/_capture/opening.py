@@ -92,7 +92,7 @@ def prepared(target: Target, capture: EngineCapture, label: str | None) -> Recor
 
 
 def _states(target: Target, capture: EngineCapture, facts: EngineFacts) -> Sequence[object]:
-    """Return the states of the schedulers, if the plan depends on them; else empty."""
+    """Return the states of the schedulers. Empty if the plan does not depend on states."""
     later = capture.iterations.start > 0 and not capture.by_stage
     by_stage = capture.by_stage and stages_end_in_scopes(facts)
     if not (later or by_stage or facts.pp > 1 or not capture.profiler):
@@ -110,7 +110,7 @@ def note_late_start(recording: Recording, target: Target) -> None:
     first = recording.plan.request["start_step"]
     try:
         begun = max(counts_in(target.states()), default=0)
-    # Any library may raise; the recording has begun, and an error here must not end it.
+    # Any library may raise; the recording has begun, and an error here must not end the recording.
     except Exception as error:
         recording.ignored["iterations.start"] = (
             f"whether recording began later than at pass {first} is not known: "

@@ -42,7 +42,7 @@ _OURS = {
     "profile_id": "nothing: it names the files of a capture",
     "req_type": "nothing: it tells a start from a stop",
 }
-"""{option of SGLang: option of stepscope that sets it}."""
+"""{option of SGLang: option of stepscope that sets the option of SGLang}."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,8 +64,8 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
 
 
 def publish_late(recording: Recording, *, wanted: bool) -> bool:
-    """Publish files that were written after the end of the recording, or remove them if they are not wanted.
-    Return whether more files may come.
+    """Publish files that were written after the end of the recording, or remove the files if they are not
+    wanted. Return whether more files may come.
     """
     recording.ignored.pop(LATE, None)
     folder = recording.folder

@@ -226,7 +226,7 @@ class Session:
             return
         folder = recording.folder.path
         scrap = CaptureFolder(folder.with_name(f"{folder.name}{SCRAP}"))
-        used = False  # True while a scheduler may write to `scrap`; it would die without the folder
+        used = False  # True while a scheduler may write to `scrap`; the scheduler would die without it
         try:
             scrap.make(open_to_all=self.target.remote)
             used = True

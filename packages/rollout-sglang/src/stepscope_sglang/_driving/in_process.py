@@ -220,10 +220,10 @@ def switched_off() -> frozenset[str]:
 
 
 def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
-    """Run the loop for a moment, or until the answer is there. Return False if the loop is already running
-    or is closed.
+    """Run the loop for a moment, or until the answer is there. Return False if the loop is already running or
+    is closed.
 
-    The loop runs only for a moment, because its owner needs it as soon as the wait ends.
+    The loop runs only for a moment, because its owner needs the loop as soon as the wait ends.
     """
     if loop.is_running():
         return False
@@ -241,6 +241,6 @@ def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) ->
     try:
         loop.call_soon_threadsafe(loop.call_later, _MOMENT_S, end)
         loop.run_until_complete(over)
-    except RuntimeError:  # another thread began to run the loop, or closed it
+    except RuntimeError:  # another thread began to run the loop, or closed the loop
         return False
     return True

@@ -141,7 +141,9 @@ def _size(settings: Mapping[str, object], name: str) -> int:
 
 
 def counters(page: str) -> dict[str, float]:
-    """Return the counters on a page of metrics. SGLang looks up every prompt token in its prefix cache."""
+    """Return {name of the counter: value} from a page of metrics. Prompt tokens count as looked up in the
+    prefix cache, because SGLang looks up each prompt token.
+    """
     values = metrics.read_page(page, _NAMES)
     if metrics.PROMPT_TOKENS in values and metrics.PREFIX_HITS in values:
         values[metrics.PREFIX_QUERIES] = values[metrics.PROMPT_TOKENS]
@@ -179,11 +181,11 @@ def counters_of(server: Server) -> dict[str, float]:
 
 
 class EngineDiedError(EngineError):
-    """The engine has died, so it writes no more files."""
+    """The engine has died, and writes no more files."""
 
 
 class RefusedError(EngineError):
-    """The engine understood the request and refused it."""
+    """The engine understood the request, and refused the request."""
 
 
 class AlreadyRecordingError(RefusedError):

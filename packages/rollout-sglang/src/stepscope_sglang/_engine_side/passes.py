@@ -1,8 +1,8 @@
 """Notes of forward passes in SGLang's schedulers, for captures and for the flight recorder.
 
-A capture asks for notes by the file `ASK` in its folder, because SGLang's request has no field for them. The
-notes go on after the profile has reached its count. They end when the scheduler is asked for its state and
-finds the file `END`. The flight recorder asks over a socket (`stepscope.engines.pass_socket`).
+A capture asks for notes by the file `ASK` in its folder, because SGLang's request has no field for notes. The
+notes go on after the profile has reached its count. The notes end when the scheduler is asked for its state
+and finds the file `END`. The flight recorder asks over a socket (`stepscope.engines.pass_socket`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Weights:
         self.updates = 0
         self._at_pass: int | None = None
         self._stale: str | None = None
-        """Version of the old weights if SGLang still states it after the last update, or None."""
+        """Version of the old weights if SGLang still states this version after the last update, or None."""
 
     def update(self, at_pass: int, stated: str | None) -> None:
         """Count an update. Several updates without a forward pass in between, such as one for each bucket of

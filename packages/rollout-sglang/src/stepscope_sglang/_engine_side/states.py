@@ -20,7 +20,7 @@ RPD_LIBRARY = "rpdTracerControl"
 """Name of the module that the activity RPD needs."""
 
 COUNT = "forward_ct"
-"""Key of the number of forward passes since the scheduler started. Some versions of SGLang set it."""
+"""Key of the number of forward passes since the scheduler started. Some versions of SGLang set this key."""
 
 SCOPES_END = "stepscope_scopes_end"
 """Key that is true if stepscope ends open scopes at the end of a profile (`record_function_scopes`)."""
@@ -78,7 +78,7 @@ def counts_in(states: Sequence[object]) -> tuple[int, ...]:
 
 
 def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
-    """Return the stamps of one capture, of all schedulers that show them."""
+    """Return the stamps of one capture, from all schedulers that show stamps."""
     stamps = []
     for shown in _shown(states, RECORDINGS):
         for stamp in shown if isinstance(shown, list) else ():

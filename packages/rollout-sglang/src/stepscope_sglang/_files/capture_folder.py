@@ -92,7 +92,7 @@ def parse_name(name: str) -> TraceName | None:
 def read(path: Path) -> Content:
     """Return the facts in a trace. Reads the whole file (0.3 s for 150 MB of JSON).
 
-    A damaged file raises no error; it is not `complete`.
+    A damaged file raises no error; `complete` is then False.
     """
     from isal import igzip
 

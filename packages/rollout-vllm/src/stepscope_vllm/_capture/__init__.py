@@ -1,1 +1,1 @@
-"""Captures of one engine, from a start of its profiler to the files that it leaves."""
+"""Captures of one engine, from a start of its profiler to the published files."""

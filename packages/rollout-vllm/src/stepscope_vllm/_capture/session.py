@@ -57,7 +57,7 @@ def _running() -> asyncio.AbstractEventLoop:
 
 def _seen(future: Future[Any]) -> None:
     if not future.cancelled():
-        future.exception()  # a waiting caller raises the exception, so asyncio need not log it
+        future.exception()  # a waiting caller raises the exception, so asyncio need not log the exception
 
 
 def _after_fork() -> None:
@@ -76,7 +76,7 @@ class Desk:
         self.turn = asyncio.Lock()
         """Lock that the work loop holds while it calls the engine."""
         self.current: Session | None = None
-        """The running capture, or None. Callers on any thread change it, under `lock`."""
+        """The running capture, or None. Callers on any thread change the value, under `lock`."""
         self.owed: Recording | None = None
         """The latest recording that got no files, or None. Files that are written late belong to this
         recording."""

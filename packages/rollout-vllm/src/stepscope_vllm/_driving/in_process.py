@@ -252,7 +252,7 @@ class InProcessTarget:
             self._noting = f"{error}. {PASSES_NEEDED}"
 
     async def _end_passes(self) -> dict[str, str]:
-        """End the notes of passes, and keep them for `take_passes`. Return {part that failed: reason}."""
+        """End the notes of passes, and keep the notes for `take_passes`. Return {failed part: reason}."""
         noting, self._noting = self._noting, False
         if noting is True:
             try:
@@ -313,9 +313,9 @@ def _start_arguments(capture: EngineCapture, name: str, dialect: Dialect) -> dic
 
 
 def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, bool]:
-    """Return the torch.profiler options of a capture, by torch's names.
+    """Return {option of torch.profiler: value} for a capture.
 
-    `with_flops` is the capture's `torch_profiler_with_flops` if it has one, else the engine's own setting.
+    `with_flops` is the capture's `torch_profiler_with_flops`, or else the engine's own setting.
     """
     flops = "torch_profiler_with_flops"
     return {
@@ -329,7 +329,7 @@ def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[s
 def frontend_records(calls: EngineCalls) -> bool | None:
     """Return whether the AsyncLLM's own profiler records, or None if the engine has no such profiler.
 
-    This profiler records the process in which the AsyncLLM lives. An LLM never has one.
+    This profiler records the process in which the AsyncLLM lives. An LLM never has such a profiler.
     """
     profiler = getattr(calls.engine, "profiler", None) if calls.asynchronous else None
     if profiler is None:

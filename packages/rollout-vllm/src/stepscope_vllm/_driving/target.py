@@ -207,7 +207,7 @@ class Target(Protocol):
         ...
 
     def take_passes(self) -> Sequence[PassFile]:
-        """Return the notes of the engine's passes in the latest recording, and remove them. May block."""
+        """Return and remove the notes of the engine's passes in the latest recording. May block."""
         ...
 
     def facts(self) -> dict[str, Option]:

@@ -142,7 +142,7 @@ def _skip_tables(undo: ExitStack, wrapper: Any) -> None:
 
 
 def _set_bounds(undo: ExitStack, wrapper: Any, spec: Spec) -> None:
-    """Set the range of engine iterations to record, for versions whose start has no parameters for it."""
+    """Set the range of engine iterations to record, for versions whose start accepts no range."""
     if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
         _set(undo, wrapper, "_delay_iters", spec["delay"])
         _set(undo, wrapper, "_max_iters", spec["maximum"])
@@ -161,7 +161,7 @@ def release(worker: Any) -> dict[str, Any]:
 
 
 _DOING = {"_start": "starting", "_stop": "writing"}
-"""{method of vLLM's `WorkerProfiler` (from 0.12 on) that holds up the worker: `Stall.doing`}."""
+"""{method of vLLM's `WorkerProfiler` (from 0.12 on) that blocks the worker: value of `Stall.doing`}."""
 
 
 def _watch(worker: Any, wrapper: Any, undo: ExitStack) -> None:

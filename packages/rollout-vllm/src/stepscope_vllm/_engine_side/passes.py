@@ -32,7 +32,7 @@ ANSWERS = {question: f"stepscope_{question}_passes" for question in (KEEP, KEPT)
 _NOTES = "_stepscope_passes"
 """Attribute of an engine core with its `_Notes`, present while passes are noted."""
 _MOST = 100_000
-"""Largest number of passes in a server's capture. The server's start does not say how many are wanted."""
+"""Largest number of passes in a server's capture. The request to start does not contain the wanted number."""
 _CAPTURE = re.compile(r"step_\d{6,}_")
 """Beginning of the names of stepscope's captures."""
 ALONE = ".passes"
@@ -80,8 +80,8 @@ def end(core: Any) -> bytes | None:
 
 
 def file_of(content: bytes) -> PassFile:
-    """Return the content of a file of passes from the result of `end` or `kept`. Call this outside of the
-    core's process or on another thread, because it is slow.
+    """Return the content of a file of passes from the result of `end` or `kept`. Call `file_of` outside of
+    the core's process or on another thread, because `file_of` is slow.
     """
     return passes.unpacked_copy(content).file(_named)
 

@@ -140,7 +140,7 @@ def whole_ns(changed: Mapping[str, int], name: str) -> int | None:
 
 
 def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[Path]:
-    """Move files to a capture's folder, and add the capture's prefix to names that do not begin with it.
+    """Move files to a capture's folder, and add the capture's prefix to names without this prefix.
 
     Return the new paths, sorted.
     """

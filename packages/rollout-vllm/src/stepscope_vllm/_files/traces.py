@@ -252,8 +252,8 @@ def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | 
 def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: int) -> list[int] | None:
     """Return the wanted ranks in a worker's own numbering; None for all.
 
-    Return None also if there are several data-parallel engines, because they share a numbering. Then all
-    workers write, and the files of unwanted ranks are removed afterwards.
+    Return None also if there are several data-parallel engines, because the engines share a numbering. Then
+    all workers write, and the files of unwanted ranks are removed afterwards.
     """
     if wanted is None or layout is None or layout.dp > 1:
         return None
