@@ -141,8 +141,8 @@ def _is_called_with_its_caller(frame: FrameType) -> bool:
 
 
 def _is_thrown(error: Exception, innermost: TracebackType) -> bool:
-    """Return whether another thread threw `error` into this thread. If so, no instruction of the innermost
-    frame raised `error`.
+    """Return whether `error` looks as if another thread threw it into this thread: no instruction of the
+    innermost frame raised it.
 
     A thrown exception has no arguments and appears between two instructions. Exceptions of C functions almost
     always have arguments.

@@ -76,7 +76,7 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
 
 
 class NpuAnalyser:
-    """Analyser of the NPU recordings below a step's folder, by this backend, vllm-ascend or SGLang."""
+    """Analyser of the NPU recordings below a step's folder, made by this backend, vllm-ascend or SGLang."""
 
     name = "npu"
 

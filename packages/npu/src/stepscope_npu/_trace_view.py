@@ -116,7 +116,7 @@ class TraceView:
                 notes.events(NOT_UNDERSTOOD)
 
     def _read_names(self) -> None:
-        for raw in chrome_events(self._path, Notes()):  # notes are taken when the events are read
+        for raw in chrome_events(self._path, Notes()):  # the second reading, of the events, makes the notes
             if b'"M"' not in bytes(raw):
                 continue
             try:

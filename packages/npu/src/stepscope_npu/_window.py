@@ -139,7 +139,7 @@ class NpuWindow(ScheduledWindow[Recorded]):
         None if its operators cannot be recorded."""
         self._folder = folder
         self._device: int | None = None
-        if thread.all_threads:  # stepscope's own thread, with another current device
+        if thread.all_threads:  # a thread of stepscope, whose current device may be another
             self._device = options.torch_npu.module.npu.current_device()
         self._profile: Any = None
         self._output: _recordings.OutputFolder | None = None

@@ -18,7 +18,9 @@ _undisturbed: dict[int, list[Callable[[], object]]] = {}
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """Call `work`, then the calls that signal handlers on this thread have postponed meanwhile."""
+    """Return the result of `work()`. Then make the calls that signal handlers on this thread postponed during
+    `work`.
+    """
     thread = threading.get_ident()
     if thread in _undisturbed:
         return work()

@@ -140,7 +140,7 @@ class MainThread:
         if not in_backward():
             try:
                 self._drain()
-            except BaseException as error:  # raised by a signal handler whose close waited for the task
+            except BaseException as error:  # an exception of a signal handler whose close waited for the task
                 _raise_on_main(error)
         elif self._tasks and not self._retries:
             # In a backward pass, torch restores the session after each operator: a stopped session would come
@@ -178,7 +178,7 @@ class OwnerThread:
     name = "stepscope-profiler"
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Task] = SimpleQueue()  # reentrant: put() may interrupt put()
+        self._tasks: SimpleQueue[Task] = SimpleQueue()  # reentrant, because put() may interrupt put()
         self._thread: threading.Thread | None = None
         self._started = threading.Lock()
 

@@ -305,7 +305,7 @@ def folder_of(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -
 def _given_layer(source: object) -> Mapping[str, object]:
     if isinstance(source, Mapping):
         refuse_verl(source, "configure(source)")
-        build(ProfileConfig, source, "")  # the mapping must be correct on its own, like a file
+        build(ProfileConfig, source, "")  # checks the mapping without the other layers, as for a file
         return source
     if isinstance(source, (str, os.PathLike)):
         return file_layer(ProfileConfig, source)

@@ -163,7 +163,9 @@ class _Reading:
                     self.differ(f"{at}.{key} is no setting of verl's, and is left out")
 
     def mode(self, tools: Mapping[str, Block], shared: Block) -> str:
-        """Return the mode of the training roles, because their `discrete` means the same in verl and here."""
+        """Return `discrete` if a training role sets `discrete`, else `continuous`. The setting has the same
+        meaning in verl. Without training roles, all roles count.
+        """
         discrete_of = {
             role: bool(tool.get("discrete", shared.get("discrete"))) for role, tool in tools.items()
         }
@@ -186,7 +188,7 @@ class _Reading:
         return settings | ({"engine": engine} if engine else {})
 
     def engine(self, options: Block, at: str) -> dict[str, object]:
-        """Return the options of the rollout's engine."""
+        """Return settings of `engine` for the rollout; empty if verl's configuration sets none."""
         first, last, names = _window(options, at)
         engine: dict[str, object] = {}
         if first or last is not None:
@@ -244,7 +246,7 @@ class _Reading:
             )
 
     def finish(self, overall: Block, tool: str | None, ranks: object) -> dict[str, object]:
-        """Return verl's finish command as a command of stepscope, with verl's variables set."""
+        """Return settings of `finish`: verl's command, which gets verl's variables, and its ranks."""
         self.differ(
             "finish_hook_cmd runs after each captured step here, with that step's folder as "
             "VERL_PROFILE_SAVE_PATH; verl runs it once, after the last, for all of save_path"

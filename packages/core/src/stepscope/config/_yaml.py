@@ -77,7 +77,7 @@ def _correction(error: Exception, text: bytes) -> str:
     lines = text.decode(errors="replace").splitlines()
     mark, begun = (getattr(error, name, None) for name in ("problem_mark", "context_mark"))
     if mark is not None and mark.line >= len(lines):
-        mark = begun  # the mark is at the end of the file
+        mark = begun  # the mark is behind the last line
     if mark is None or mark.line >= len(lines):
         return f"correct it: {error}"
     problem = getattr(error, "problem", None) or "it cannot be read"

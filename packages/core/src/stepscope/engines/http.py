@@ -117,7 +117,7 @@ class _Call:
         self._given_up = True
         sock = self._connection.sock
         if sock is not None:
-            with suppress(OSError):  # the socket was closed a moment ago
+            with suppress(OSError):  # the connection may be closed already
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _answer(self) -> Answer:

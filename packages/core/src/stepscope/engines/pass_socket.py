@@ -54,7 +54,7 @@ def _answer_to(answers: Answers, question: bytes) -> bytes:
     try:
         method, number = msgspec.msgpack.decode(question, type=tuple[str, int])
         content = answers[method](number)
-    except ours() as error:  # the process that asked reports it; the engine goes on
+    except ours() as error:  # the process that asked reports the error; the engine goes on
         return f"fail{type(error).__name__}: {error}".encode()
     return b"none" if content is None else b"some" + content
 

@@ -59,8 +59,8 @@ _COMING = ".passes-coming"
 _COMES_S, _LOOK_S = 30.0, 0.02
 """Longest wait until a file of passes is written, and the time between two checks."""
 _PART_BYTES = 1 << 20
-"""Largest memory of a part of a `PassRing`. Larger parts would hold up the engine, because growing arrays are
-copied."""
+"""Largest memory in bytes of a part of a `PassRing`. Larger parts would delay the engine, because growing
+arrays are copied."""
 
 
 class _Positions(dict[str, int]):
@@ -203,7 +203,7 @@ class PassLog:
             weights = None if weights == self._stale else weights
             if weights != (part.versions[-1][1] if part.versions else None):
                 part.versions.append((number, weights))
-                if weights is not None:  # else `update` has the time of the change
+                if weights is not None:  # else `update` has recorded the time of the change
                     part.weights.append((begin_ns, weights))
             if updates != (part.updates[-1][1] if part.updates else None):
                 part.updates.append((number, updates))
@@ -485,8 +485,8 @@ def write(content: bytes, folder: Path, stem: str) -> Path:
 def write_apart(
     copy: PassCopy, folder: Path, stem: str, caller_of: Callable[[str], str] | None = None
 ) -> None:
-    """Write a file of passes for `take`. A new thread writes, because 20,000 passes would hold up the engine
-    for 0.1 s.
+    """Write a file of passes for `take`. A new thread writes, because writing 20,000 passes would delay the
+    engine by 0.1 s.
     """
     coming = folder / f"{stem}{_COMING}"
 

@@ -57,8 +57,8 @@ class RayRollout(EngineProfilerBase):
     """Drives the engine inside a Ray actor. The engine's profiler is built and run in the actor.
 
     Works with sync, threaded and async actors; an async actor's engine is driven on the actor's own loop. A
-    busy sync actor answers when its current method has returned. If the caller gives up a start, the actor
-    undoes the start as soon as it can.
+    busy sync actor answers when its current method has returned. If the caller cancels a start, the actor
+    undoes the start as soon as possible.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RayRollout(EngineProfilerBase):
         self._line.tell(seat, self._at(self.replica or 0))
 
     async def open(self, capture: EngineCapture) -> None:
-        await self.start(capture)  # the engine's own process waits for its requests
+        await self.start(capture)  # `open_window` in the actor waits for requests
 
     async def start(self, capture: EngineCapture) -> None:
         if self._token is not None:
@@ -152,7 +152,7 @@ class RayRollout(EngineProfilerBase):
         token, self._token = self._token, None
         if token is None:
             return []
-        step_dir = self._step_dir  # a later start may change it before this stop has ended
+        step_dir = self._step_dir  # a later start may change `_step_dir` before this stop has ended
         # The actor completes the stop even if the caller gives up, because the files are worth having.
         try:
             call = self._line.call(stop, self._place, token, waited_s.get(), keep=True)
@@ -213,8 +213,8 @@ _seats: dict[tuple[object, ...], Seat] = {}
 """The seats of this process. They are not stored in the actor's object, which belongs to the user. One
 writer: `_seat`."""
 _taken_back: deque[str] = deque(maxlen=1000)
-"""Tokens of starts that were given up. Only `take_back` adds tokens, on the loop, so that no start is
-missed."""
+"""Tokens of starts whose caller no longer waits. Only `take_back` adds tokens, on the loop, so that no start
+is missed."""
 
 
 def instrumented_here(instance: object) -> Instrumented:
@@ -280,7 +280,9 @@ def ignored_of(instance: object, place: Place) -> dict[str, str]:
 
 
 async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
-    """End the captures whose start was given up, including captures whose start has not arrived yet."""
+    """End the captures whose start was cancelled by its caller, also captures whose start has not arrived
+    yet.
+    """
     _taken_back.extend(tokens)
     seat = _seats.get(_key(place))
     if seat is not None and seat.token in tokens:

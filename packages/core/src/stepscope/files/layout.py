@@ -158,7 +158,9 @@ class StepLayout:
         return self.processes.is_dir() or self.spans.is_dir()
 
     def digest_of(self, names: Iterable[str]) -> Path:
-        """Return the path of the digest of the traces `names`. Its length does not depend on the names."""
+        """Return the path of the digest of the traces `names`. The path's length does not depend on the
+        names.
+        """
         from hashlib import blake2b  # imported here: OpenSSL takes 4 MB, and plain traces do not need OpenSSL
 
         key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
@@ -199,7 +201,7 @@ class StepLayout:
             return False
 
     def logged(self, run_id: str, capture: int = 1) -> Path:
-        """Return the path of an empty file. The rank that creates it logs the summary of this capture."""
+        """Return the path of an empty file. The rank that creates the file logs the capture's summary."""
         return self.processes / f"logged_{safe(run_id)}{_again(capture)}"
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:

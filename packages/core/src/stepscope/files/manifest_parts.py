@@ -38,7 +38,7 @@ def with_late_files(layout: StepLayout, parts: Sequence[ProcessPart]) -> list[Pr
     if not any(item.pending == "late" for part in parts for item in part.expected):
         return list(parts)
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
-    sidecars = read_records(layout.sidecars(), Sidecar)  # a report lists sidecars that cannot be read
+    sidecars = read_records(layout.sidecars(), Sidecar)  # a report lists unreadable sidecars
     late = [sidecar for sidecar in sidecars if sidecar.artifact.path not in known]
     return [
         _with(part, [of for of in late if (of.step, of.run_id) == (part.step, part.run_id)]) for part in parts
@@ -159,7 +159,7 @@ def _is_abandoned(part: ProcessPart) -> bool:
 def _lost(item: Expectation) -> Expectation:
     if item.state != "pending":
         return item
-    reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # the files will not come
+    reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # no longer true: the process has ended
     reason = f"the process is gone: {reason}"
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason, died=True)
 

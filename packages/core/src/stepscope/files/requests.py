@@ -162,8 +162,8 @@ def has_ended(listening: Listening) -> bool:
 
 
 def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answer:
-    """Return `answer`, or if it is `heard` and the deadline is over or the process has ended, its final
-    answer.
+    """Return `answer`. If its state is `heard`, and the deadline is over or the process has ended, return the
+    final answer instead.
 
     Args:
         gone: The reason why the process cannot capture any more, or None if it can.
@@ -195,9 +195,7 @@ def write_listening(layout: RunLayout, listening: Listening) -> None:
 
 
 def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
-    """Return the step that a request for `next` captures. The first process that calls this chooses
-    `step`.
-    """
+    """Return the step that a request for `next` captures: the `step` of the first process that calls this."""
     path = layout.claimed(request_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except ours(OSError, OverflowError):  # owned by another user, or a number that is no pid
+    except ours(OSError, OverflowError):  # a process of another user, or `pid` is too large a number
         return True
     return True
 
@@ -298,7 +298,7 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
         return []
     decoder, records = _decoder_of(kind), []
     for line in lines:
-        with suppress(ValueError, RecursionError):  # empty, or cut off because its writer was killed
+        with suppress(ValueError, RecursionError):  # an empty line, or cut off because its writer was killed
             records.append(decoder.decode(line))
     return records
 

@@ -14,7 +14,7 @@ except ImportError as error:
     raise ImportError(message) from error
 
 _ENTRIES: tuple[dict[str, object], ...] = (
-    {  # begins the step before `on_step_begin`, with its batch
+    {  # begins the step with its batch, before `on_step_begin`
         "module": "transformers.trainer",
         "name": "Trainer.get_batch_samples",
         "step": "begin",
@@ -77,4 +77,4 @@ class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  
     entries = _ENTRIES
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Begin the step, if fetching its batch has not begun it: see `_ENTRIES`."""
+        """Begin the step, unless the fetch of its batch has begun the step: see `_ENTRIES`."""

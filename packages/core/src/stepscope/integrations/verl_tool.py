@@ -64,7 +64,7 @@ def _make_trainer(
         config = configure.configure(read_config(trainer.config))
         try:
             verl.publish(config)
-        except ours() as error:  # workers get it with the first capture instead
+        except ours() as error:  # workers get the configuration with the first capture instead
             failures.note("publishing the configuration for verl's workers", error)
 
 
@@ -129,7 +129,7 @@ class WorkerProfiler:
         if _capture is not None or slot.session() is not None:
             return
         step = kwargs.get("profile_step", kwargs.get("global_step"))
-        if step is None:  # a guess could store the traces under a wrong step
+        if step is None:  # if stepscope guessed the step, the traces could be in a wrong folder
             failures.warn("stepscope: %s is not recorded: start_profile got no profile_step", self._role)
             return
         try:

@@ -282,7 +282,7 @@ def in_thread(call: Callable[[], T]) -> T:
 def in_child(passes: Callable[[], bool], timeout_s: float = 30) -> bool:
     """Return whether `passes` returns True in a forked child. The child exits without clean-up."""
     with warnings.catch_warnings():
-        # This warns of a fork with threads, which is tested.
+        # Python warns of a fork with threads, and the tests fork with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:

@@ -329,7 +329,7 @@ class EngineConformance:
             await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait([starting])
-        if not starting.cancelled():  # it had ended before
+        if not starting.cancelled():  # the start had ended before `cancel`
             starting.result()
             await profiler.stop()
         await self._assert_idle_and_usable(profiler, tmp_path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _NOTED = "_stepscope_noted"
-"""Attribute that marks a scope as entered in `_open`."""
+"""Attribute of a scope that has an entry in `_open`."""
 _UNRECORDED = "_stepscope_unrecorded"
 """Attribute that marks functions made by `unrecorded`."""
 _open: dict[int, Callable[[], None]] = {}

@@ -350,7 +350,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
                 )
                 self._lost = None
             elif self._lost == _INTERRUPTED:
-                foreign_sessions.clear_flag()  # the interrupt came before torch cleared the flag
+                foreign_sessions.clear_flag()  # because the interrupt came before torch cleared the flag
             else:
                 self._lost = "its torch.profiler session was ended from outside stepscope"
         except ours() as error:
@@ -360,7 +360,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
     def _cancel_warmup(self) -> None:
         try:
             if self._profile is not None:
-                self._start(self._profile)  # torch can end a warm-up only through a start
+                self._start(self._profile)  # because torch ends a warm-up only after a start
         finally:
             self._abandon()
 

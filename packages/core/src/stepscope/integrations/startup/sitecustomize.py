@@ -27,7 +27,7 @@ def _run_the_one_behind() -> None:
 def _take_the_configuration() -> None:
     try:
         from stepscope._recording.capture import configure
-    except ImportError as error:  # not the environment of `stepscope run`
+    except ImportError as error:  # this Python is not in the environment of `stepscope run`
         _say(f"is not installed in {sys.prefix} ({error})")
         return
     try:
