@@ -219,12 +219,12 @@ def joined(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def union_ns(pairs: Iterable[Pair]) -> int:
-    """Return the length of the time covered by at least one of the pairs."""
+    """Return the length in ns of the time that at least one pair covers."""
     return sum(end_ns - start_ns for start_ns, end_ns in joined(pairs))
 
 
 def common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
-    """Return the length of the time that both sequences cover."""
+    """Return the length in ns of the time that both sequences cover."""
     return union_ns(some) + union_ns(others) - union_ns([*some, *others])
 
 

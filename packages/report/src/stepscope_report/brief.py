@@ -36,7 +36,7 @@ from stepscope_report.sections.idle import say_causes
 from stepscope_report.sections.long_tail import slow_cells, tail_sentences, waits
 
 FLOOR = 100
-"""A finding is shown if its time is at least one part in this many of the step (1 %)."""
+"""A finding is shown if its time is at least 1 / FLOOR of the step (1 %)."""
 LINES = 40
 """The largest number of lines of a brief."""
 _WIDTH = 400

@@ -69,8 +69,8 @@ def _blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
 
 
 def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
-    """Unite neighbouring marks of one stage that are less than `gap_ns` apart, if one of the two is shorter
-    than `gap_ns`.
+    """Unite neighbouring marks of one stage that are less than `gap_ns` apart, if at least one mark
+    of the two is shorter than `gap_ns`.
     """
     joined: list[Mark] = []
     for mark in marks:
@@ -199,7 +199,7 @@ def pick_of_each(
 MARKS = 12_000
 """Largest number of marks. A page with three times as many takes seconds to open."""
 FULL_ROWS = 32
-"""A role with at most this many processes has a row for each of them, with a lane for each stage. In a larger
+"""A role with at most this many processes has a row for each process, with a lane for each stage. In a larger
 role, each process is a thin strip."""
 _STRIPS = 512
 """Largest number of strips of a role. In a role with more processes, every k-th process is drawn, and the

@@ -33,7 +33,8 @@ def duration(ns: int | None) -> str:
 def percents(parts: Sequence[int], total: int) -> list[str]:
     """Return each part's percentage with one decimal, rounded half to even.
 
-    Parts that make up the whole total are rounded by largest remainder instead: these add up to 100.0.
+    Parts that make up the whole total are rounded by largest remainder instead, so that they add up to 100.0.
+    If `total` is not positive, each percentage is `-`.
     """
     if total <= 0:
         return ["-"] * len(parts)

@@ -71,11 +71,11 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[Check, ...]
     failed: bool
     undecided: bool = False
-    """True if no check failed and at least one is undecided."""
+    """True if no check failed and at least one check is undecided."""
 
 
 def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 0) -> Gate:
-    """Compare both sides with the limits. If several limits match a stage, the last one counts.
+    """Compare both sides with the limits. If several limits match a stage, the last limit counts.
 
     Raises:
         ConfigError: a pattern matches no stage of either side, or the sides have no comparable steps.
@@ -203,8 +203,8 @@ Durations = Mapping[str, float]
 """Seconds by `role/stage`; `step` is the whole step."""
 STEP = "step"
 _MOST_KINDS = 50
-"""With more kinds of steps than this, kinds are ignored: the stage names then contain ids, and no kind
-repeats."""
+"""Largest number of kinds of steps. With more kinds, kinds are ignored, because the stage names then contain
+ids and no kind repeats."""
 
 
 class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,8 +404,8 @@ def _studentised(a: Sequence[float], b: Sequence[float], tail: float, draw: rand
 def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interval:
     """Return the interval of the relative change, with a width that comes from both samples' `noise`.
 
-    From the `noise` of each side, as many steps are drawn at random as are compared. This is repeated. The
-    width is the spread of the differences between the two sides' means.
+    From the `noise` of each side, as many steps are drawn at random as are compared. The draw is repeated.
+    The width is the spread of the differences between the two sides' means.
     """
     ratio = math.log(_mean(b.values) / _mean(a.values))
     differences = sorted(_noise_of(b, draw) - _noise_of(a, draw) for _ in range(_RESAMPLES))

@@ -58,8 +58,8 @@ def preempted_requests(timeline: Timeline) -> Counter[int]:
 
 
 def _described(counter: model.Counter, timeline: Timeline) -> Iterable[int]:
-    """Return the processes that a counter describes: the one that sampled it, or all processes of
-    its host.
+    """Return the processes that a counter describes: the process that sampled the counter,
+    or all processes of its host.
     """
     if counter.scope != "host":
         return (counter.process,)

@@ -82,10 +82,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     long_tail: LongTail | None
     """The slowest trajectories, or None if no span belongs to a trajectory."""
     staleness: Staleness | None
-    """Age of the trajectories, or None if none is known to be stale."""
+    """Age of the trajectories, or None if no trajectory is known to be stale."""
     idle: tuple[Idle, ...]
     vain_waits: tuple[VainWait, ...] = ()
-    """Waits during which no process was busy that could have ended them."""
+    """Waits during which no process was busy that could have ended the wait."""
     engines: tuple[Engine, ...]
     """Replicas that recorded prefill and decode, in a trace or in spans."""
     phaseless: tuple[Phaseless, ...]
@@ -138,7 +138,7 @@ def to_scalars(report: StepReport) -> dict[str, float]:
 
     `idle/<role>_seconds` is the mean over the role's processes. `long_tail/held_seconds` and
     `long_tail/rollout_seconds` exist if the step has trajectories. `uncaptured/p50_seconds` and
-    `uncaptured/p90_seconds` describe the uncaptured steps near this one, if any are known.
+    `uncaptured/p90_seconds` describe the uncaptured steps near this step, if any are known.
     `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, if
     trajectories are stale.
 

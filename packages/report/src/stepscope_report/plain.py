@@ -142,7 +142,7 @@ class Plain:
 
     @property
     def complete(self) -> bool:
-        """True if every trace was read in full and all are on one clock."""
+        """True if every trace was read in full and all traces are on one clock."""
         traces = self._report.traces
         return not (traces is None or traces.problems or self._unaligned())
 
@@ -369,7 +369,7 @@ def _side(steps: PlainSteps) -> Side:
 def _change(
     name: str, role: str, a: Iterable[Mapping[str, float]], b: Iterable[Mapping[str, float]]
 ) -> Change:
-    """Return the change of one time. `a` and `b` hold the times of each step by name."""
+    """Return the change of the time `name`. `a` and `b` contain, for each step, the times by name."""
     one, other = ([times.get(name, 0.0) for times in side] for side in (a, b))
     figures = _figures(one), _figures(other)
     apart = len(one) > 1 and len(other) > 1 and (max(one) < min(other) or max(other) < min(one))

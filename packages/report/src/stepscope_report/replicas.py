@@ -32,7 +32,9 @@ class Pass(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The recording of one data-parallel engine of a replica: all files of one of its workers."""
+    """The recording of one data-parallel engine of a replica: all files of the worker that represents the
+    engine.
+    """
 
     passes: list[Pass]
     stretches: list[tuple[int, int]]

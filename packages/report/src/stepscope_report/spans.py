@@ -56,7 +56,7 @@ def is_tool(role: str, stage: str) -> bool:
 
 
 def trains(span: Span) -> bool:
-    """Return whether a span trains: forward, backward and optimizer, or a part of these."""
+    """Return whether a span trains: forward, backward and optimizer, or a part of such a stage."""
     return not span.waits and span.role not in ROLLOUT and _is_training(span.stage)
 
 

@@ -122,7 +122,8 @@ def matched_calls(
     `Member` for each process in it, at least two.
 
     Calls are matched by run, process group and torch's number. Calls in traces without groups are matched by
-    name and order, if several processes made the same number of them. Traces that are unaligned are left out.
+    name and order, if several processes made the same number of calls. Traces that are unaligned are left
+    out.
     """
     groups: dict[_Key, dict[str, tuple[TraceActivity, Iterable[_Call]]]] = defaultdict(dict)
     before = Counter[tuple[int, str, str | None]]()
@@ -141,7 +142,9 @@ def matched_calls(
 
 
 def _by_run(activities: Iterable[TraceActivity]) -> Iterator[tuple[int, TraceActivity]]:
-    """Yield (number of its run, trace). Traces of one run overlap in time, each with the next trace."""
+    """Yield (number of the trace's run, trace) in the order of `activities`. Traces of one run overlap in
+    time, each with the next trace.
+    """
     known = list(activities)
     extents = [
         (

@@ -45,7 +45,7 @@ _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
 """Files of HTTP clients. In the role `rollout`, a frame in such a file is a call of an engine."""
 Wait: TypeAlias = Literal["ray", "process", "thread", "task"]
-"""Target of a wait: Ray, a process that the waiting process started, or another thread or task."""
+"""Target of a wait: Ray, a process that the waiting process started, or another of its threads or tasks."""
 _WAITS: dict[Wait, tuple[str, ...]] = {
     "ray": ("/ray/_private/worker.py",),
     "process": ("/subprocess.py", "/multiprocessing/"),

@@ -188,7 +188,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_demand(timeline: Timeline) -> Demand:
-    """Return the demand of a step, for comparison with settings that limit it."""
+    """Return the demand of a step, for comparison with settings that limit the demand."""
     fitting: dict[tuple[int, str], list[float]] = defaultdict(list)
     for engine, used, running in _together(timeline, KV_CACHE, RUNNING_REQUESTS):
         if used >= FULL and running >= 1:

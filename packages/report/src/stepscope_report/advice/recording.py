@@ -109,7 +109,7 @@ def between_steps(evidence: Evidence) -> Advice | None:
 
 
 def ids_in_names(evidence: Evidence) -> Advice | None:
-    """Advise if names of stages or roles contain ids, so that there are too many of them."""
+    """Advise if names of stages or roles contain ids, so that there are too many names."""
     many = evidence.names
     if many is None or not many.ids:
         return None
@@ -261,7 +261,7 @@ def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
 
 
 def _slowed(evidence: Evidence) -> str:
-    """Return the advice for a step that took longer than uncaptured ones."""
+    """Return the advice for a step that took longer than uncaptured steps."""
     if evidence.health.recorder is not None:
         return "see below what took the time. `stepscope diff` with a usual step shows what grew"
     if not evidence.profiling.recorded:
@@ -381,7 +381,8 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
 def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
     """Return sentences on how long a process took to open and close.
 
-    The owner waits for the other processes. For the owner, a second sentence names the slowest of these.
+    The owner waits for the other processes. For the owner, a second sentence names the slowest other
+    process.
     """
     if worst.cost is None:
         return []
@@ -422,8 +423,8 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str | Non
 
 
 def _slowest_to_record(health: Health, wall_ns: int) -> ProcessRow | None:
-    """Return the slowest worker if it explains half of the time that the owner spent on opening and closing,
-    else the owner.
+    """Return the slowest worker that opened and closed for at least half of `wall_ns`. Without such a worker,
+    return the slowest process, mostly the owner. None if no cost is known.
     """
     costs = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
     workers = [pair for pair in costs if not pair[1].owner and pair[0] * 2 >= wall_ns]

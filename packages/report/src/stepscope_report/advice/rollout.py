@@ -268,8 +268,8 @@ def _queueing_by_counters(evidence: Evidence) -> Advice | None:
 
 
 def slow_tools(evidence: Evidence) -> Advice | None:
-    """Advise on a tool with calls that took longer than its other calls. If there is none, advise if tools
-    took a fifth of the trajectories' time.
+    """Advise on a tool with calls that took longer than its other calls. If no such tool exists,
+    advise if tools took a fifth of the trajectories' time.
     """
     do = "run more of them at once, give them a deadline, or let other trajectories generate meanwhile"
     cause = next((cause for cause in evidence.causes if cause.kind == "slow-tool"), None)

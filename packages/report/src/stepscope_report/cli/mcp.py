@@ -220,7 +220,7 @@ class Tools:
         return f"Asked: request {request}. `stepscope trigger list {self._path(run)}` shows the answers."
 
     def _runs(self) -> Iterator[Path]:
-        """Yield the folders of runs with captured steps. Folders inside of them are not searched."""
+        """Yield the folders of runs with captured steps. Folders inside a run are not searched."""
         for folder, names, _ in os.walk(self._root):
             path = Path(folder)
             if RunLayout(path).steps():

@@ -168,7 +168,7 @@ def _step_of(path: Path, step: str | None, run: str | None) -> Path:
         return wanted[0].root
     if is_step(path):
         return path
-    steps = of_one_run(path, find_run(path), run).steps  # or an error if this is no run
+    steps = of_one_run(path, find_run(path), run).steps  # raises if `path` is no run
     raise CommandError(f"{path} is the folder of a run: give --step too, such as --step {next(iter(steps))}")
 
 

@@ -27,8 +27,8 @@ from stepscope_report.timeline.processes import workers
 
 
 def is_plain(paths: Sequence[Path]) -> bool:
-    """Return True if the paths name traces of other tools: several paths, or one that is no folder of a run
-    or step.
+    """Return True if the paths name traces of other tools: several paths, or one path that is no folder
+    of a run or step.
     """
     if len(paths) != 1:
         return True

@@ -93,8 +93,8 @@ def show_json(data: object) -> None:
 
 
 def exact(data: object) -> object:
-    """Return data for JSON, with the text of each whole number that JavaScript would round added beside the
-    number.
+    """Return data for JSON. Beside each whole number that JavaScript would round, the data contain the number
+    as text.
     """
     return _exact(msgspec.to_builtins(data))
 

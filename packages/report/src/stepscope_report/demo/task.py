@@ -6,7 +6,8 @@ operation:
 
     ^8+5=<8+5>13-3=<13-3>10=10.
 
-So the model has to copy an operation into a call if there is one, and otherwise the result into an answer.
+So if an operation is given, the model has to copy it into a call; otherwise it has to copy the result into an
+answer.
 Trajectories, their batches and GRPO's advantages are also here.
 """
 
@@ -104,7 +105,7 @@ class Trajectory:
     problem: Problem
     tokens: list[int] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
-    """True for each token that the model wrote, False for each given one."""
+    """True for each token that the model wrote, False for each given token."""
     turns: list[str] = field(default_factory=list)
     reward: float = 0.0
 

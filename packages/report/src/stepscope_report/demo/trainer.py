@@ -192,7 +192,7 @@ _REPLICAS = {"vllm": "stepscope_vllm._demo:VllmReplica", "sglang": "stepscope_sg
 
 
 def replica_class(engine: str) -> type:
-    """Return the class of the replicas for `engine`: `RolloutReplica`, or the one in the engine's adapter.
+    """Return the class of the replicas for `engine`: `RolloutReplica`, or the class in the engine's adapter.
 
     Raises:
         StepscopeError: no installed package has such a class.

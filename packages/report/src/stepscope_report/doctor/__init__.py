@@ -127,7 +127,7 @@ def damaged_packages() -> Iterator[Row]:
 
 def entry_points(group: str) -> list[metadata.EntryPoint]:
     """Return the entry points of all packages with readable metadata. `importlib.metadata` itself would stop
-    at the first unreadable one.
+    at the first package with unreadable metadata.
     """
     try:
         return list(metadata.entry_points(group=group))

@@ -1,4 +1,4 @@
-"""Reports as pages, each of them one file that opens offline and loads nothing.
+"""Reports as pages. Each page is one file that opens offline and loads nothing.
 
 Here are the parts that all pages share: markup, the frame of a page, sections, tables, lists, and colours of
 stages.

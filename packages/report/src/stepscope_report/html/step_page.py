@@ -94,8 +94,8 @@ def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:
     """Return the stages by the longest time that they take in one process, the longest first.
 
-    That time is their length in the charts. Their share of the step is shorter if they ran beside other
-    stages.
+    That time is a stage's length in the charts. The stage's share of the step is shorter if the stage ran
+    beside other stages.
     """
     seen: dict[Label, int] = {}
     for stage in stages:

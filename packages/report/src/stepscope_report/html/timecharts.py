@@ -188,8 +188,8 @@ def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours)
 
 
 def _frame(flight: Flight, height: int, window_ns: int) -> Html:
-    """Return the frame behind a trajectory's marks. It shows that the gaps between them belong to the
-    trajectory.
+    """Return the frame behind a trajectory's marks. The frame shows that the gaps between the marks
+    belong to the trajectory.
     """
     left_ns, right_ns = max(flight.start_ns, 0), min(flight.end_ns, window_ns)
     place = f"left:{percent(left_ns, window_ns)};width:{percent(max(right_ns - left_ns, 0), window_ns)}"

@@ -134,8 +134,8 @@ def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[Driver
     """Return the stages after the rollout, in which reward stages have only the time that is left after the
     rollout.
 
-    Trajectories are scored one after the other, each from its end at the earliest. Each takes an equal part
-    of the measured reward time.
+    Trajectories are scored one after the other, each from its end at the earliest. Each trajectory takes an
+    equal part of the measured reward time.
     """
     reward_ns = sum(stage.wall_ns for stage in after if stage.kind == "reward")
     done = 0.0

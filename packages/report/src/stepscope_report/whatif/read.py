@@ -263,7 +263,7 @@ class _Reading:
         return groups
 
     def _is_inside(self, index: int) -> bool:
-        """Return True if a span above this one, within the trajectory, is a call."""
+        """Return True if a span above the span `index`, within the trajectory, is a call."""
         outer = above(self._timeline, self._timeline.spans[index])
         around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
         return any(_kind(span) is not None for span in around)

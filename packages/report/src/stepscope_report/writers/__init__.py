@@ -1,4 +1,4 @@
-"""The contract of writers, and the program that gives them a step's figures after its capture."""
+"""The contract of writers, and the program that passes a step's figures to writers after its capture."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def load_writers(names: Iterable[str]) -> dict[str, ReportWriter]:
 
 
 def _load_writer(name: str) -> ReportWriter:
-    """Return the writer with this name: one of this package, or one that another package offers by an entry
-    point.
+    """Return the writer with this name: a writer of this package, or a writer that another package offers by
+    an entry point.
     """
     try:
         if name in WRITERS:

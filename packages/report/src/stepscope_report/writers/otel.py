@@ -58,7 +58,7 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
     """Send the spans to the collector.
 
     Raises:
-        OSError: the collector did not accept all of them.
+        OSError: the collector did not accept all spans.
     """
     spans = list(_spans_of(step))
     try:

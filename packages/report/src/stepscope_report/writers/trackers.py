@@ -74,8 +74,8 @@ the last step in a complete row."""
 
 
 def to_wandb(step: ReportedStep) -> None:
-    """Log the figures and the page to Weights & Biases, in the run that the training logs to if there is one,
-    else in a new run.
+    """Log the figures and the page to Weights & Biases, in the run that the training logs to. Without such a
+    run, in a new run.
 
     The service process of W&B holds the training's run and accepts records from other processes too, online
     and offline. For a new run, the WANDB_* variables set project, entity, group and mode.
