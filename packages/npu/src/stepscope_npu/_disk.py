@@ -91,7 +91,7 @@ def remove(parent: Path) -> None:
 
 
 def cann_version(folder: Path) -> str | None:
-    """Return the version of CANN that `profiler_info*.json` names, or None if it names none."""
+    """Return the version of CANN that `profiler_info*.json` names, or None if the file names no version."""
     for path in folder.glob("profiler_info*.json"):
         try:
             info = json.loads(path.read_bytes())

@@ -47,7 +47,7 @@ def rows() -> list[Row]:
 
 
 def rows_of(seen: Seen) -> list[Row]:
-    """Return the rows about a given state, without looking at this machine."""
+    """Return the rows about the state `seen`, without inspecting this machine."""
     if seen.torch_npu is None:
         return [
             Row(subject="torch_npu", state="absent", found="not installed; only `tool: npu` needs it"),

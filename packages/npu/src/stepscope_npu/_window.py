@@ -291,7 +291,7 @@ class NpuWindow(ScheduledWindow[Recorded]):
 
 
 def forget() -> None:
-    """Drop the window in the child of a fork: it belongs to the parent."""
+    """Drop the window in the child of a fork, because the window belongs to the parent."""
     window, NpuWindow.current = NpuWindow.current, None
     if window is None:
         return

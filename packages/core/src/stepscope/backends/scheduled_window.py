@@ -172,8 +172,8 @@ class ScheduledWindow(ABC, Generic[CutT]):
             type(self).current = None
 
     def _cut_short(self) -> str | None:
-        """Return text on the mini-batches that the open recording lacks. Return None if there is no schedule,
-        or no recording is open.
+        """Return the reason why the open recording is incomplete. Return None if there is no schedule, or no
+        recording is open.
         """
         if self._schedule is None or self.phase != "active":
             return None

@@ -133,7 +133,7 @@ class MainThread:
         return task
 
     def forget(self) -> None:
-        """Drop all tasks in a forked child. The fork may have happened within a task of the parent."""
+        """Drop all tasks in a forked child. The parent may have forked within a task."""
         self._tasks, self._busy, self._retries = deque(), False, False
 
     def _on_pending_call(self, _: int | None) -> int:

@@ -66,8 +66,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         mistakes.raise_any()
 
     def replace(self: SectionT, **changes: object) -> SectionT:
-        """Return a copy with changed values, which are checked. (`msgspec.structs.replace` checks them only
-        since 0.21.)
+        """Return a copy with changed values, which are checked. (`msgspec.structs.replace` checks changed
+        values only since 0.21.)
 
         Raises:
             ConfigError: as when a section is made.

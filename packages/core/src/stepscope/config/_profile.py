@@ -112,9 +112,9 @@ class Settings(TypedDict, total=False):
 class ProfileConfig(Section, frozen=True, kw_only=True):
     """Configuration of a run. Its fields are checked on construction; a wrong value raises `ConfigError`.
 
-    The constructor reads no file and no environment variables. `configure` does: it merges, lowest precedence
-    first, the defaults, the file, `STEPSCOPE_*` variables and its arguments. A `ProfileConfig` that is passed
-    to `configure` is used unchanged.
+    The constructor reads no file and no environment variables. `configure` reads both, and merges, lowest
+    precedence first: the defaults, the file, `STEPSCOPE_*` variables and the arguments. A `ProfileConfig`
+    that is passed to `configure` is used unchanged.
     """
 
     _parsers: ClassVar[Mapping[str, Parser]] = {

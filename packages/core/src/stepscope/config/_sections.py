@@ -111,9 +111,9 @@ class CudaMemoryConfig(Section, frozen=True, kw_only=True):
     on_oom: bool = True
     """Write a snapshot when CUDA runs out of memory during a capture."""
     oom_any_step: Literal["off", "snapshot", "history"] = "off"
-    """Write a snapshot also outside captures, with any `tool`. `snapshot`: the current allocations, at no
-    cost before the error. `history`: also their stacks, which are recorded in every step. Workers begin with
-    this at `prepare`, or at their first capture."""
+    """Snapshot at an out-of-memory error outside captures too, with any `tool`. `off`: none. `snapshot`: the
+    current allocations, at no cost before the error. `history`: also their stacks, which are recorded in
+    every step. In workers, this works after `prepare` or after their first capture."""
     oom_snapshots: AtLeastOne = 8
     """Largest number of snapshots in `oom/` per run. A later error leaves only a `.json`."""
 
@@ -158,8 +158,8 @@ class ThroughputConfig(Section, frozen=True, kw_only=True):
     """FLOPs of the trained model per training token, forward and backward: about 6 times its number of
     parameters. If null, only operators in traces give FLOPs."""
     device_peak_tflops: Positive | None = None
-    """Dense TFLOP/s of a device in the precision of the training. If null, the BF16 figure of a known
-    device."""
+    """Dense TFLOP/s of a device in the precision of the training. If null, reports use the BF16 figure of a
+    known device."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):

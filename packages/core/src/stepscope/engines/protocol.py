@@ -236,7 +236,9 @@ class EngineProfilerBase(EngineProfiler):
         return True
 
     def kept_passes(self, start_ns: int) -> list[PassFile]:
-        """Return the kept passes since `start_ns` (unix ns); empty if the engine keeps none. May block."""
+        """Return the passes since `start_ns` (unix ns) that the engine has kept; empty if it keeps none. May
+        block.
+        """
         return []
 
     @property
@@ -366,7 +368,8 @@ def load_engine(name: str) -> EngineFactory:
     """Return the adapter registered under `name`.
 
     Raises:
-        EngineError: no such adapter is registered. The message names the registered ones and what to install.
+        EngineError: no such adapter is registered. The message names the registered adapters and what to
+            install.
     """
     adapters = installed()
     if name not in adapters:

@@ -40,9 +40,9 @@ Instrumented: TypeAlias = dict[str, list[tuple[int | None, object | None]]]
 is None for an engine in the process, else the engine's URL or Ray actor."""
 
 _CHECK_S = 300.0
-"""Longest wait for a check. It is long because the actor may still be loading its model."""
+"""Longest wait in seconds for a check, long enough for an actor that is still loading its model."""
 _GRACE_S = 2.0
-"""Longest time that a start waits for an earlier stop that is still running."""
+"""Longest time in seconds that a start waits for an earlier stop, if this stop still runs."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

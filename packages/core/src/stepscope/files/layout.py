@@ -249,8 +249,8 @@ class StepLayout:
         return self.traces / safe(role) / name
 
     def recordings_of(self, process: ProcessInfo) -> Path:
-        """Return the hidden folder for profilers that write files while they record. It is empty after the
-        export.
+        """Return the hidden folder for profilers that write files while they record. The folder is empty
+        after the export.
         """
         return self.root / ".recordings" / _process_name(process)
 

@@ -171,8 +171,8 @@ class WorkerProfiler:
 
 
 def _one_worker(config: Any, role: str) -> ProfileConfig:
-    """Return a configuration for this process from verl's `ProfilerConfig` of one role. It selects every
-    step, because verl selects the steps.
+    """Return a configuration for this process from verl's `ProfilerConfig` of one role. The configuration
+    selects every step, because verl selects the steps.
     """
     options = _plain((config.tool_config or {}).get("torch") or {})
     block = {"enable": True, "all_ranks": config.all_ranks, "ranks": list(config.ranks)}

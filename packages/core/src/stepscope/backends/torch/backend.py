@@ -138,7 +138,7 @@ class TorchBackend:
         """Begin recording. After `prepare`, this takes 0.3 ms on the main thread and 0.5 ms on another
         thread.
 
-        A window of all threads begins at least 0.1 s after the end of the previous such window.
+        If two successive windows record all threads, at least 0.1 s pass between them.
         """
         self._held.refuse_second()
         recorder = self._make(
