@@ -203,6 +203,29 @@ def test_a_rank_that_others_await_in_the_collectives_of_traces_is_late(
     assert told(cause) == (("late-rank", "trainer 1", None, 400) if named else None)
 
 
+def test_a_slow_replica_is_compared_with_one_that_already_works_for_the_next_step(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        ("trainer wait_for_rollout", 0, 500),
+        ("rollout:1 decode", 0, 480, "wait_for_rollout", {"attrs": {"tokens": 40}}),
+        ("rollout:0 decode@3", 10, 110, {"attrs": {"tokens": 20}}),
+        ("rollout:0 decode@3", 120, None, {"attrs": {"tokens": 99}}),
+        ("trainer update", 500, 600),
+    ]
+    cause = cause_of(a_step(tmp_path, 605, rows))
+    assert told(cause) == ("slow-replica", "rollout 1", "decode", 280)
+    assert (cause.took_ns, cause.usual_ns) == (480 * MS, 200 * MS)
+
+
+def test_without_tokens_no_replica_is_compared_with_work_for_the_next_step(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        ("trainer wait_for_rollout", 0, 500),
+        ("rollout:1 decode", 0, 480, "wait_for_rollout"),
+        ("rollout:0 decode@3", 10, 110),
+        ("trainer update", 500, 600),
+    ]
+    assert reported(a_step(tmp_path, 605, rows)).cause is None
+
+
 def test_a_rank_with_more_tokens_has_an_uneven_batch(folder: StepFolder) -> None:
     for rank in range(4):
         trainer, took = folder.process("trainer", rank, owner=True), 400 if rank == 2 else 200

@@ -420,12 +420,48 @@ class _Lineup:
 
     def _stragglers(self) -> Iterator[Suspect]:
         for label, by_process in self._works.items():
-            if len(by_process) < 2 or is_tool(*label):
+            if is_tool(*label):
                 continue
-            for candidates, compared in _alike(self._timeline, by_process):
+            alike = _alike(self._timeline, by_process)
+            if len(by_process) == 1:
+                beside = self._works_of_later_steps(label, by_process)
+                alike = [(by_process, {**beside, **by_process})] if beside else []
+            for candidates, compared in alike:
                 suspect = self._straggler(label, candidates, compared)
                 if suspect is not None:
                     yield suspect
+
+    def _works_of_later_steps(self, label: Label, by_process: Mapping[int, Work]) -> dict[int, Work]:
+        """Return the calls of other processes in the same stage that ran wholly during this step, for later
+        steps.
+
+        Only the time per token of such calls can be compared. So nothing is returned if any calls, those of
+        `by_process` included, do not state their tokens.
+        """
+        window, nodes = self._timeline.window, defaultdict[int, list[int]](list)
+        for node, span in enumerate(self._timeline.spans):
+            if (
+                self._labels[node] == label
+                and span.process not in by_process
+                and self._timeline.leaves(span)
+                and self._timeline.processes[span.process].aligned
+                and window.start_ns <= span.start_ns
+                and span.end_ns is not None
+                and span.end_ns <= window.end_ns
+            ):
+                nodes[span.process].append(node)
+        works = dict[int, Work]()
+        for process, own in nodes.items():
+            own_ns = sum(map(self._recorded_own, own))
+            works[process] = self._work(own)._replace(own_ns=own_ns, whole_ns=own_ns)
+        return works if all(work.tokens for work in (*works.values(), *by_process.values())) else {}
+
+    def _recorded_own(self, node: int) -> int:
+        """Return the own time of a call as recorded, whether or not the graph has times for the call."""
+        spans, until_ns = self._timeline.spans, self._timeline.until_ns
+        start_ns, end_ns = spans[node].start_ns, until_ns(spans[node])
+        below = ((spans[kid].start_ns, until_ns(spans[kid])) for kid in self._graph.kids.get(node, ()))
+        return end_ns - start_ns - union_ns(clipped(below, start_ns, end_ns))
 
     def _straggler(
         self, label: Label, candidates: Mapping[int, Work], compared: Mapping[int, Work]
