@@ -141,7 +141,7 @@ def _phase_rows(comparison: Diff) -> list[tuple[str, ...]]:
 
 
 def _kernel_rows(grown: KernelDiff) -> list[tuple[str, ...]]:
-    """Return a row for each change, and below an operator one for each of its shapes."""
+    """Return a row for each change. A row for each of an operator's shapes follows the operator's row."""
     rows: list[tuple[str, ...]] = []
     for change in grown.changes:
         rows.append((change.role, change.stage or "", change.name, change.kind, *_kernel_numbers(change)))

@@ -43,7 +43,7 @@ def listen(answers: Answers) -> None:
 def _answer(answers: Answers, server: socket.socket) -> None:
     while True:
         asked, _ = server.accept()
-        with suppress(OSError), asked:  # OSError: the process that asked has gone
+        with suppress(OSError), asked:  # OSError: the process that asked has gone, or sent nothing in time
             asked.settimeout(ASK_S)
             if _peer(asked)[1] == os.getuid():
                 asked.sendall(_answer_to(answers, asked.recv(256)))

@@ -213,8 +213,8 @@ _seats: dict[tuple[object, ...], Seat] = {}
 """The seats of this process. They are not stored in the actor's object, which belongs to the user. One
 writer: `_seat`."""
 _taken_back: deque[str] = deque(maxlen=1000)
-"""Tokens of starts whose caller no longer waits. Only `take_back` adds tokens, on the loop, so that no start
-is missed."""
+"""The latest tokens of starts whose caller no longer waits. One writer: `take_back`, which runs on the same
+loop as `start`. So `start` sees each token, whichever of the two calls arrives first."""
 
 
 def instrumented_here(instance: object) -> Instrumented:

@@ -72,8 +72,8 @@ def read_config(config: DictConfig) -> ProfileConfig:
     """Return verl's profiler settings as a configuration of stepscope, with the preset `verl`, so that whole
     steps are captured.
 
-    verl's settings replace the file; the environment overrides verl's settings. If verl does not enable the
-    profiler of any role, only spans are recorded.
+    verl's settings are used instead of a configuration file of stepscope. The variables `STEPSCOPE_*`
+    override verl's settings. If verl does not enable the profiler of any role, only spans are recorded.
 
     Args:
         config: The configuration that verl's trainer gets.

@@ -78,7 +78,8 @@ class Tools:
         return _json(runs)
 
     def brief(self, path: str, step: int | None = None) -> str:
-        """Summarise a step in at most 40 lines (Markdown). For a run, summarise its longest step.
+        """Summarise a step in at most 40 lines (Markdown). For a run without `step`, summarise its
+        longest step.
 
         `path` is the folder of a run or a step, as `list_runs` names it, or of traces that other tools wrote.
         Begin with this tool.
@@ -91,7 +92,7 @@ class Tools:
         """Explain one stage of a step (JSON): its share, its calls, the part of each process, and what ran at
         the same time.
 
-        For a run, its longest step is explained. Times are integers in ns.
+        For a run without `step`, its longest step is explained. Times are integers in ns.
         """
         report = self._longest(path, step).report()
         labels = sorted({(row.role, row.stage) for row in report.stages})
@@ -144,7 +145,8 @@ class Tools:
         """List the longest spans of a step that match (JSON, times in ns): at most `limit`, and at most 200.
 
         Spans without an end (`dur_ns` is null) come first. `matching` is the number of all spans that match.
-        `start_ns` counts from the opening of the capture. For a run, its longest step is used.
+        `start_ns` counts from the opening of the capture. For a run without `step`, its longest step
+        is used.
         """
         wanted = {"role": role, "stage": stage, "trajectory": trajectory}
         opened = self._longest(path, step)

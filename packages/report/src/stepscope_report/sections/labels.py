@@ -111,7 +111,7 @@ def _ns(us: float) -> int:
 
 
 def label_blocks(rows: Sequence[LabelRow], report: StepReport) -> Iterator[Block]:
-    """Yield a table of the labels with the most time of each role, as a tree."""
+    """Yield a table for each role: the labels with the most CPU time, as a tree."""
     for role, own in grouped(rows, lambda row: row.role).items():
         longest = sorted(own, key=lambda row: -row.cpu_ns)[:_SHOWN]
         shown = {row.path[:depth] for row in longest for depth in range(1, len(row.path) + 1)}

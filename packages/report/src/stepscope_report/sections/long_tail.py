@@ -87,8 +87,8 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int | None
     """Start in ns after the capture opened. None if the clock of its process is unaligned."""
     consumed_by: int | None
-    """Number of the other step that consumes the trajectory. None if this step does, or if no step is known
-    to."""
+    """Number of the other step that consumes the trajectory. None if this step consumes the trajectory,
+    or if no step is known to consume the trajectory."""
     consumed: bool = True
     """True if this step consumes the trajectory."""
     cancelled: bool = False
@@ -146,8 +146,8 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectories: int
     until_ns: int
-    """Time from the opening of the capture to the end, or last sign of life, of the last of these
-    trajectories to end."""
+    """Time from the opening of the capture until the last of these trajectories ended, or gave its last sign
+    of life."""
     last: str
     """Name of the last of these trajectories."""
 

@@ -98,7 +98,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waited(self) -> bool:
-        """Return True if calls waited inside for at least 1 % of their time in some process."""
+        """Return True if, in some process, calls spent at least 1 % of their time waiting."""
         return any(share.waited_ns * 100 >= share.busy_ns > 0 for share in self.processes)
 
     @property

@@ -38,7 +38,7 @@ _HEAD = 1 << 16
 _TAIL = 1 << 12
 """Number of bytes at the end of a trace that contain the times at which torch began and ended to record."""
 _LONGEST = 64
-"""Largest number of bytes before and after the name of a pass that are inspected."""
+"""Number of bytes that suffice to recognise a pass: up to its name, and from the start of the name on."""
 _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (\d+)', re.DOTALL)
 _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
 _STEP = b'"name": "step['

@@ -103,7 +103,7 @@ class CaptureWork:
         """
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close(closing))
-        # This is a close at the end of the process.
+        # The second call is from the end of the process, which must not wait longer than `deadline_s`.
         elif self._stopping is not None and closing.deadline_s is not None:
             asyncio.get_running_loop().call_later(closing.deadline_s, self._stopping.cancel)
         await asyncio.shield(self._closing)

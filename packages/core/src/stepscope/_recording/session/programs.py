@@ -63,7 +63,7 @@ class Command:
         return self._outcome(process)
 
     def kill(self, reason: str) -> None:
-        """Kill the program and its children, except children that left its process session."""
+        """Kill the program and its children, except children that left its process group."""
         with self._lock:
             if self._process is not None and self._process.returncode is not None:
                 return

@@ -403,6 +403,8 @@ def _register(source: str, name: str) -> str:
 
 
 def _cached(file: str, source: str, lines: list[str]) -> object:
-    """Return the lines that are registered for `file`. If there are none, register `lines`."""
+    """Return the lines that are registered for `file`. If `file` is unknown, register and return `lines`.
+    None if the entry of `file` has no lines.
+    """
     entry = linecache.cache.setdefault(file, (len(source), None, lines, file))
     return entry[2] if len(entry) == 4 else None

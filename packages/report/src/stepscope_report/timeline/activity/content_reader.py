@@ -349,7 +349,8 @@ class Reading:
         """Numbers of the operators of torch's backward pass."""
 
     def parse(self, text: bytes) -> list[Event]:
-        """Return the events in a JSON array. Malformed events are counted as problems and left out.
+        """Return the events in a JSON array, and collect the calls of NCCL and RCCL in it. Malformed events
+        are counted as problems and left out.
 
         Raises:
             DecodeError: `text` is not JSON.

@@ -250,7 +250,9 @@ class Tracks:
         return f"{label} {name}" if label and label not in name else name
 
     def counters(self, row: Row, pid: str) -> int:
-        """Return the pid for counters of one of a file's pids: viewers identify a counter by pid and name."""
+        """Return the pid under which to write the counters of `pid` in a file. Each of the file's pids gets a
+        different one, because viewers identify a counter by pid and name.
+        """
         known = self._rows[row.pid].counters
         if pid not in known:
             known[pid] = self._further(row, pid) if known else row.pid

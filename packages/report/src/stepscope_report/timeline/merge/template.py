@@ -70,10 +70,10 @@ _KEY = bytes(b"GJKQVWXZ"[_DRAWN >> 3 * at & 7] for at in range(20))
 """A key of letters that are rare in JSON, so a search runs at 5 GB/s."""
 _MARKED_ID, _MARKED_TIME = b'"%b1"' % _KEY, b'"%b2"' % _KEY
 _MARKED_PID = 10**15 + _DRAWN % 10**13 * 100
-"""The mark of a file's first pid. The marks of further pids follow, up to `_NEEDLES` numbers."""
+"""The mark of the row's pid. The marks of other pids in the file are the next numbers, at most `_NEEDLES`."""
 _MARKED_TID = 10**9 + _DRAWN % 10**7 * 100
-"""The number in front of the tids of a file's first pid. Further pids have the next numbers. With nine digits
-of a tid behind, the marks are below 2^63."""
+"""The number in front of the tids of the row's pid. Other pids in the file have the next numbers. With nine
+digits of a tid behind, the marks are below 2^63."""
 _OF_ID = -1
 
 split: Callable[[bytes, bytes], Sequence[bytes]] = (
@@ -120,7 +120,9 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Template:
-    """The fast way for one file. It changes only the tracks, to which it adds new threads."""
+    """The fast way of a merge, for one file. A batch that the fast way does not fit has only two effects:
+    its threads may get tracks, and an unaligned row may get its shift.
+    """
 
     def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut, lines: Lines) -> None:
         self._lines = lines
@@ -132,7 +134,7 @@ class Template:
         self._tids: dict[tuple[int, int], int] = {}
         """{(pid, tid) in the file: tid in the timeline}"""
         self._pids: set[int] = set()
-        """Other pids of the latest batches."""
+        """Pids in the latest learned batches, without the row's pid."""
         self._id: list[_Needle] = []
         self._plan: _Plan | None = None
 
