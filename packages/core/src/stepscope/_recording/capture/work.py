@@ -103,7 +103,7 @@ class CaptureWork:
         """
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close(closing))
-        # The second call is from the end of the process, which must not wait longer than `deadline_s`.
+        # The second call has a time limit, as at the end of the process. Wait no longer than that for others.
         elif self._stopping is not None and closing.deadline_s is not None:
             asyncio.get_running_loop().call_later(closing.deadline_s, self._stopping.cancel)
         await asyncio.shield(self._closing)
