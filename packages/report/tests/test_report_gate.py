@@ -180,6 +180,16 @@ def test_a_pattern_without_a_stage_names_those_there_are() -> None:
         check_gate(steps(1.0), steps(1.0), [Limit("rolout/*", 0.05)])
 
 
+def test_a_stage_that_only_captured_steps_time_needs_them_on_both_sides() -> None:
+    lines = [{STEP: 1.0, "agent_loop/trajectory": 4.0}] * 5
+    a = GateSteps(whole=True, captured=[{STEP: 1.0, "env/tool": 0.1}], recorded=lines)
+    b = GateSteps(whole=True, recorded=lines)
+    for one, other in ((a, b), (b, a)):
+        with pytest.raises(ConfigError, match=r" have agent_loop/trajectory\."):
+            check_gate(one, other, [Limit("env/*", 0.1)])
+        assert check(one, other, Limit("*/*", 0.1)).stage == "agent_loop/trajectory"
+
+
 def test_the_command_exits_with_1_and_writes_junit(tmp_path: Path, command: Command) -> None:
     a, b = str(a_run(tmp_path / "a")), str(a_run(tmp_path / "b", took_ms=120))
     junit = tmp_path / "ci" / "gate.xml"

@@ -78,7 +78,8 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
     """Compare both sides with the limits. If several limits match a stage, the last limit counts.
 
     Raises:
-        ConfigError: a pattern matches no stage of either side, or the sides have no comparable steps.
+        ConfigError: a pattern matches no stage that the compared steps time, or the sides have no
+            comparable steps.
     """
     a, b = _like_with_like(a, b)
     _, one, other = _samples(STEP, a, b)
@@ -89,13 +90,23 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
             "captured steps on both sides, or recorded ones on both",
             "capture a step of each, or set save_path, and not record: off, in both runs",
         )
-    stages = sorted(a.stages() | b.stages())
+    stages = list(_compared_stages(a, b))
     most = {stage: limit.most for limit in limits for stage in _matching(limit.stage, stages)}
     checks = tuple(_check(stage, limit, a, b, len(most), seed) for stage, limit in most.items())
     failed = any(check.failed for check in checks)
     return Gate(
         checks=checks, failed=failed, undecided=not failed and any(check.undecided for check in checks)
     )
+
+
+def _compared_stages(a: GateSteps, b: GateSteps) -> Iterator[str]:
+    """Yield the stages that the compared steps time. If a side has no captured steps, a stage below another
+    is not timed, because the recorder's lines have only top spans.
+    """
+    for stage in sorted(a.stages() | b.stages()):
+        _, one, other = _samples(stage, a, b)
+        if one.values or other.values:
+            yield stage
 
 
 def _matching(pattern: str, stages: Sequence[str]) -> Iterator[str]:
@@ -105,8 +116,9 @@ def _matching(pattern: str, stages: Sequence[str]) -> Iterator[str]:
         raise ConfigError(
             "--stage",
             pattern,
-            f"`step`, or a pattern of role/stage; A and B have {', '.join(stages[:_NAMED]) or 'none'}{more}",
-            "name one of these, or quote a pattern as 'rollout/*'",
+            "`step`, or a pattern of role/stage; the compared steps have "
+            f"{', '.join(stages[:_NAMED]) or 'none'}{more}",
+            "name one of these, or quote a pattern as 'rollout/*'. Other stages need captures on both sides",
         )
     yield from matching
 
