@@ -213,7 +213,7 @@ def collectives(evidence: Evidence) -> Advice | None:
     if not collective_ns or collective_ns * 50 < evidence.breakdown.window_ns:
         return None
     late = worst.skew_ns is not None and worst.skew_ns * 2 >= collective_ns
-    because = [f"{worst.process}: {duration(collective_ns)} of {duration(worst.busy_ns)} busy"]
+    because = [f"{worst.process}: {share_of_step(collective_ns, evidence)}"]
     pair = awaited_rank(evidence.idle)
     one = late and pair is not None and pair[0] is worst
     if worst.skew_ns is not None:
