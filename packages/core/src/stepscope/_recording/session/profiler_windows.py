@@ -205,8 +205,8 @@ class Windows:
         self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
     ) -> MarkedSpan:
         """See `SpanMaker.begin`."""
-        # Of a generator, only the first resumption in the capture opens a window, because a stream of tokens
-        # has thousands of resumptions.
+        # Only a generator's first resumption in the capture opens a window, because a stream of tokens has
+        # thousands of resumptions.
         opens = self.discrete and first
         is_async = declared.is_async
         span = MarkedSpan(

@@ -128,7 +128,6 @@ class Nested:
         """Yield, for each thread, the times in which the thread ran operators."""
         inner = {number for number, operator in enumerate(self.operators) if not operator.outer}
         has_ranges = len(inner) < len(self.operators)
-        has_ranges = len(inner) < len(self.operators)
         for thread in {**self.threads, **self.beyond}:
             own, beyond = self.threads.get(thread, Slices()), self.beyond.get(thread)
             pairs: Iterator[Pair] = iter(self.ran.get(thread, ()))
