@@ -32,8 +32,8 @@ from stepscope_report.brief import brief_text, step_brief
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
 from stepscope_report.sections.baseline import say_beside
-from stepscope_report.sections.cause import Cause
-from stepscope_report.suspects import CauseKind, step_path, suspects_of
+from stepscope_report.sections.cause import Cause, _say
+from stepscope_report.suspects import CauseKind, Suspect, step_path, suspects_of
 from stepscope_report.timeline import load_step
 
 
@@ -100,6 +100,14 @@ def test_a_rank_for_which_others_wait_in_a_collective_is_named_with_its_stage(
     assert told(cause) == ("late-rank", f"trainer {late}", "forward", 540)
     assert (cause.role, some(cause.process).host) == ("trainer", "a")
     assert (cause.took_ns, cause.usual_ns) == (840 * MS, 300 * MS)
+
+
+def test_a_late_rank_found_beside_other_steps_is_told_by_its_stage(tmp_path: Path) -> None:
+    timeline = load_step(ranks(tmp_path, 2, lambda rank: 280 if rank else 100).write())
+    late = Suspect(
+        "late-rank", 540 * MS, 540 * MS, ("trainer", "forward"), 1, 840 * MS, 300 * MS, "in the steps before"
+    )
+    assert _say(timeline, late).startswith("trainer forward took 840 ms")
 
 
 def test_no_advice_and_no_line_of_a_brief_names_a_rank_that_waits(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_without_torch_s_recorder_the_groups_own_counts_name_the_rank(tmp_path: 
     assert "actor_rank2_" in first.process
     assert "load at" in first.where
     assert first.behind == Behind(group="default_pg", state="behind", begun=1, others=2)
-    assert "has begun 1 collective of default_pg, others 2" in say_call(first)
+    assert "has begun 1 collective of group default_pg; other ranks have begun 2" in say_call(first)
     others = [call for call in answer.calls if call.waits_for]
     assert [(call.collective, call.group, call.number, call.missing) for call in others] == [
         ("all_reduce", "default_pg", 2, (2,))

@@ -169,7 +169,7 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
         yield f"The longest of {len(others) + 1:,} captured steps; the others took {extent}"
     yield say_complete(health) if health.complete else say_incomplete(health)
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
-        yield "; ".join(notes)
+        yield ". ".join(notes)
     if not report.tracer:
         yield say_usual(report.baseline, report.compared)
     yield from filter(None, (say_beside(report.baseline),))

@@ -251,7 +251,7 @@ def say_call(call: Call) -> str:
 def _behind(call: Call) -> str:
     """Return how far the call's process is behind in collectives; empty if it is not behind.
 
-    An example is `, has begun 118 AllReduce of communicator 0x5f2a, others 119`.
+    An example is `, has begun 118 AllReduce of communicator 0x5f2a; other ranks have begun 119`.
     """
     own = call.behind
     if own is None:
@@ -259,7 +259,8 @@ def _behind(call: Call) -> str:
     if own.state != "behind":
         return ", and dead for NCCL" if own.state == "dead" else ", and none to NCCL"
     begun = count(own.begun or 0, "collective") if own.op is None else f"{own.begun:,} {own.op}"
-    return f", has begun {begun} of {own.group}, others {own.others:,}"
+    group = own.group if own.group.startswith("communicator") else f"group {own.group}"
+    return f", has begun {begun} of {group}; other ranks have begun {own.others:,}"
 
 
 _RUNNING = "RUNNING"

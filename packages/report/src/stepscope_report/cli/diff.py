@@ -117,7 +117,7 @@ def _verdict(check: Check) -> str:
 def _note(gate: Gate) -> str:
     note = (
         "interval: 95 % for all lines together. If it contains zero, there may be no change.\n"
-        "steps: number of steps of A and of B: without a profiler, unless too few."
+        "steps: compared steps of A and of B: those without a profiler, or all if these are too few."
     )
     missing = any(check.interval is None for check in gate.checks)
     if missing:

@@ -563,7 +563,7 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
     if suspect.kind == "skipped-collective" and suspect.process is not None and suspect.label is not None:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         return f"{name} skipped {' '.join(suspect.label)}, and {suspect.beside} waited for {longer}"
-    if suspect.kind == "late-rank" and suspect.process is not None and suspect.awaited_in is None:
+    if suspect.kind == "late-rank" and is_of_path and suspect.process is not None:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         return f"{suspect.beside} waited for {name} in collectives for {longer}"
     what, where = _what(timeline, suspect), _where(timeline, suspect)
