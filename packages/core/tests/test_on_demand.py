@@ -88,11 +88,10 @@ def ask(config: ProfileConfig, steps: str = "next", *, next_run: bool = True, **
         ({"steps": "next"}, {}, 3, [3], "captured"),
         ({"steps": "2:7:2"}, {}, 0, [2, 4, 6], "captured"),
         ({"steps": "2"}, {"steps": [2]}, 0, [2], "captured"),
-        ({"steps": "3"}, {}, 5, [], "missed"),
         ({"steps": "next", "expires_s": -1}, {}, 0, [], "expired"),
         ({"steps": "next"}, {"control": {"requests": False}}, 0, [], None),
     ],
-    ids=["next", "range", "selected too", "past", "expired", "off"],
+    ids=["next", "range", "selected too", "expired", "off"],
 )
 def test_the_steps_that_are_asked_for_are_captured_once(
     asked: dict[str, Any], changes: dict[str, Any], before: int, captured: list[int],
@@ -105,6 +104,66 @@ def test_the_steps_that_are_asked_for_are_captured_once(
     assert steps_of(config) == captured
     if state:
         assert answer(request).state == state
+
+
+@pytest.mark.parametrize("steps", ["0", "3,4", "1:9:3"])
+def test_steps_that_the_run_has_begun_are_refused_at_once(steps: str, config: ProfileConfig) -> None:
+    train(config, range(5) if steps != "1:9:3" else range(8))
+    with pytest.raises(ConfigError) as refused:
+        ask(config, steps)
+    assert refused.value.field == "steps"
+    assert refused.value.value == steps
+    assert not RunLayout(config.save_path).control.exists()
+
+
+@pytest.mark.parametrize(
+    ("at", "asked", "is_refused"),
+    [
+        ([7, 3], "5", False),
+        ([7, 5], "5", True),
+        ([7, None], "5", False),
+        ([7, 5], "4-8", False),
+        ([7, 5], "next", False),
+    ],
+    ids=["one can", "all are past", "one has not begun", "some are to come", "next"],
+)
+def test_a_step_is_refused_if_no_process_can_capture_it(
+    at: list[int | None], asked: str, is_refused: bool, config: ProfileConfig
+) -> None:
+    listen(config, at)
+    if is_refused:
+        with pytest.raises(ConfigError):
+            ask(config, asked)
+    else:
+        assert ask(config, asked)
+
+
+def test_a_resumed_run_is_asked_for_steps_that_the_ended_one_had_passed(config: ProfileConfig) -> None:
+    listen(config, [90], ended_ns=1)
+    listen(config, [40], first_pid=9)
+    assert ask(config, "60", next_run=False)
+    with pytest.raises(ConfigError):
+        ask(config, "30", next_run=False)
+
+
+def listen(
+    config: ProfileConfig, at: list[int | None], first_pid: int = 1, ended_ns: int | None = None
+) -> None:
+    """Write the files of processes on another host that listen, each at a step."""
+    layout = RunLayout(config.save_path)
+    layout.listeners.mkdir(parents=True, exist_ok=True)
+    for pid, step in enumerate(at, first_pid):
+        process = Listening(
+            host="elsewhere",
+            pid=pid,
+            role="t",
+            rank=0,
+            since_ns=1,
+            step=step,
+            run_id="0a0b0c0d",
+            ended_ns=ended_ns,
+        )
+        layout.listener("elsewhere", pid).write_bytes(msgspec.json.encode(process))
 
 
 def test_roles_ranks_and_seconds_hold_for_the_requested_step_alone(config: ProfileConfig) -> None:
@@ -205,6 +264,27 @@ def test_a_cancelled_request_is_forgotten(config: ProfileConfig) -> None:
     assert run(["trigger", "cancel", config.save_path, request]) == 0
     train(config, range(2, 6))
     assert steps_of(config) == []
+
+
+def test_only_open_requests_are_taken_back(config: ProfileConfig, command: Command) -> None:
+    config = config.replace(control={"poll_seconds": 0.02})
+    ended = [ask(config, "next"), ask(config, "1"), ask(config, "7", expires_s=-1)]
+    begun, ahead = ask(config, "2:9:3"), ask(config, "5")
+    train(config, range(4))
+    until(lambda: answer_of(config, begun).steps == [2])
+    status = command("trigger", "cancel", config.save_path, "all", "--json").json
+    assert [(asked["id"], asked["steps"]) for asked in status["requests"]] == [
+        *zip(ended, ("next", "1", "7"), strict=True),
+        (begun, "2"),
+    ]
+    assert command("trigger", "cancel", config.save_path, ended[1], code=3).out
+    train(config, range(4, 9))
+    assert steps_of(config) == [0, 1, 2]
+    kept = command("trigger", "list", config.save_path, "--json", code=3).json["listening"][0]["answers"]
+    assert {name: answer["steps"] for name, answer in kept.items()} == {
+        ended[0]: [0], ended[1]: [1], ended[2]: [], begun: [2]
+    }  # fmt: skip
+    assert ahead not in kept
 
 
 def test_ranks_that_each_open_captures_agree_on_the_next_step(
@@ -411,10 +491,10 @@ def test_a_run_that_has_just_begun_is_waited_for(tmp_path: Path, capsys: pytest.
 def test_a_request_that_is_missed_exits_with_3_and_says_why(config: ProfileConfig, command: Command) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(5))
     until(lambda: read_listening(RunLayout(config.save_path)) != [])
-    request = ask(config, "3")
-    train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
+    request = ask(config, "5:9:3")
+    train(config.replace(control={"poll_seconds": 0.02}), range(9, 10))
     until(lambda: answer_of(config, request).state == "missed")
-    assert "step 5 was reached" in command("trigger", "list", config.save_path, code=3).out
+    assert "step 9 was reached" in command("trigger", "list", config.save_path, code=3).out
 
 
 def test_who_asks_for_what_is_missed_exits_with_3(config: ProfileConfig) -> None:
@@ -499,7 +579,7 @@ def answer_of(config: ProfileConfig, request: str) -> Answer:
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
-    [("cancel {} 00000000", 2, "there are: {}"), ("{} --ranks 8,8 --wait 0", 2, "each rank once")],
+    [("cancel {} 00000000", 2, "one of: {}"), ("{} --ranks 8,8 --wait 0", 2, "each rank once")],
 )
 def test_a_wrong_request_is_a_usage_error(
     words: str, code: int, message: str, config: ProfileConfig, capsys: pytest.CaptureFixture[str]
@@ -551,10 +631,7 @@ def test_a_request_in_python_to_a_run_that_has_ended_is_refused(config: ProfileC
 
 def test_what_a_run_left_unanswered_is_not_the_next_ones(config: ProfileConfig) -> None:
     """A request for a later step, and the run ends before it."""
-    layout = RunLayout(config.save_path)
-    listening = Listening(host="elsewhere", pid=1, role="t", rank=0, since_ns=1, step=3, run_id="0a0b0c0d")
-    layout.listeners.mkdir(parents=True)
-    layout.listener("elsewhere", 1).write_bytes(msgspec.json.encode(listening))
-    ask(config, "1")
-    train(config, range(3))
+    listen(config, [3])
+    ask(config, "5")
+    train(config, range(7))
     assert steps_of(config) == []

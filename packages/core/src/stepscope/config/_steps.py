@@ -90,6 +90,10 @@ class StepRange(msgspec.Struct, frozen=True):
         below = self.stop is None or step < self.stop
         return below and step >= self.start and (step - self.start) % self.stride == 0
 
+    def goes_beyond(self, step: int) -> bool:
+        """Return True if a step after `step` is in the range."""
+        return self.stop is None or range(self.start, self.stop, self.stride)[-1] > step
+
     def __str__(self) -> str:
         return str(self.spelled)
 

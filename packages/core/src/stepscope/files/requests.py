@@ -176,16 +176,17 @@ def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answ
 
 
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
-    """Return `listening` with its answers updated by `answer_by_now`. Call this on the host of the process,
-    because another host cannot find out whether the process still runs.
+    """Return `listening` with its answers to `requests`, updated by `answer_by_now`. Call this on the host
+    of the process, because another host cannot find out whether the process still runs.
     """
     gone = None
     if has_ended(listening):
         gone = "its process ended before such a step began"
     by_id = {request.id: request for request in requests}
     answers = {
-        name: answer_by_now(by_id[name], answer, gone=gone) if name in by_id else answer
+        name: answer_by_now(by_id[name], answer, gone=gone)
         for name, answer in listening.answers.items()
+        if name in by_id
     }
     return msgspec.structs.replace(listening, answers=answers)
 

@@ -14,10 +14,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 import stepscope
+from stepscope.config import parse_steps
 from stepscope.errors import CaptureError
 from stepscope.files import switch
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
+    Answer,
+    AnswerState,
     Listening,
     Request,
     answers_by_now,
@@ -129,15 +132,32 @@ def cancel(
     request: Annotated[str, typer.Argument(metavar="ID", help="Id of the request, or all.")],
     json: Json = False,
 ) -> None:
-    """Cancel a request."""
+    """Cancel a request that is still open."""
     layout = _layout(run)
-    known = {standing.id for standing in read_requests(layout.control)}
-    gone = known if request == "all" else {request}
-    if not gone <= known:
-        raise CommandError(f"there is no request {request}; there are: {', '.join(sorted(known)) or 'none'}")
-    change_requests(layout, lambda standing: [kept for kept in standing if kept.id not in gone])
-    screen.say(f"taken back: {', '.join(sorted(gone)) or 'there was none'}")
+    status = _status(layout)
+    asked = [standing for standing in status.requests if request in ("all", standing.id)]
+    if not asked and request != "all":
+        known = ", ".join(sorted(standing.id for standing in status.requests)) or "none"
+        raise CommandError(f"there is no request {request!r}. Allowed: all, or one of: {known}")
+    open_ = [standing for standing in asked if _is_open(layout, status, standing)]
+    gone = {standing.id: _captured_of(status, standing) for standing in open_}
+    change_requests(
+        layout, lambda standing: [kept for each in standing for kept in _without(each, gone.get(each.id))]
+    )
+    screen.say(f"taken back: {', '.join(gone) or 'none was open'}")
+    over = [f"{standing.id} ({_state(status, standing)})" for standing in asked if standing.id not in gone]
+    if over:
+        screen.warn(f"not taken back, because no longer open: {', '.join(over)}")
     _show(layout, json=json)
+    raise typer.Exit(Exit.INCOMPLETE if over and request != "all" else Exit.OK)
+
+
+def _without(request: Request, captured: Sequence[int] | None) -> Sequence[Request]:
+    """Return what stays of a request: all if it is not taken back, else the steps that were captured."""
+    if captured is None:
+        return [request]
+    last = ",".join(map(str, captured[-10:]))  # the text of a request is short
+    return [msgspec.structs.replace(request, steps=last)] if captured else []
 
 
 def _layout(run: Path) -> RunLayout:
@@ -151,10 +171,14 @@ def _layout(run: Path) -> RunLayout:
     )
 
 
-def _show(layout: RunLayout, *, json: bool) -> Status:
+def _status(layout: RunLayout) -> Status:
     requests = read_requests(layout.control)
     listening = [answers_by_now(process, requests) for process in read_listening(layout)]
-    status = Status(requests=requests, listening=listening)
+    return Status(requests=requests, listening=listening)
+
+
+def _show(layout: RunLayout, *, json: bool) -> Status:
+    status = _status(layout)
     if json:
         screen.show_json(status)
     else:
@@ -191,12 +215,47 @@ def _ask(
 
 def _came_to_nothing(status: Status, request: Request) -> bool:
     """Return True if the request was refused, was captured badly, or has expired."""
-    answers = [process.answers[request.id] for process in status.listening if request.id in process.answers]
+    answers = [answer for _, answer in _answers(status, request)]
     if any(answer.state == "refused" or (answer.state == "captured" and answer.reason) for answer in answers):
         return True
     if any(answer.state in ("heard", "captured") for answer in answers):
         return False
     return bool(answers) or _is_over(request)
+
+
+def _answers(status: Status, request: Request) -> list[tuple[Listening, Answer]]:
+    return [
+        (process, process.answers[request.id])
+        for process in status.listening
+        if request.id in process.answers
+    ]
+
+
+def _is_open(layout: RunLayout, status: Status, request: Request) -> bool:
+    """Return True if a process may still capture a step of the request."""
+    answers = _answers(status, request)
+    if layout.claimed(request.id).exists():  # `next` has begun, which answers tell seconds later
+        return False
+    return any(_goes_on(request, *each) for each in answers) if answers else not _is_over(request)
+
+
+def _goes_on(request: Request, process: Listening, answer: Answer) -> bool:
+    if answer.state != "captured":
+        return answer.state == "heard"
+    if has_ended(process) or request.last is not None or request.steps == "next":
+        return False
+    reached = max([*answer.steps, process.step or 0])
+    return any(steps.goes_beyond(reached) for steps in parse_steps(request.steps, "steps"))
+
+
+def _captured_of(status: Status, request: Request) -> list[int]:
+    return sorted({step for _, answer in _answers(status, request) for step in answer.steps})
+
+
+def _state(status: Status, request: Request) -> AnswerState:
+    """Return the state of a request that is no longer open. One process that captured is enough."""
+    states = [answer.state for _, answer in _answers(status, request)]
+    return "captured" if "captured" in states else next(iter(states), "expired")
 
 
 def _is_over(request: Request) -> bool:

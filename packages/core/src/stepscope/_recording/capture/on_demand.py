@@ -41,6 +41,7 @@ from stepscope.files.requests import (
 from stepscope.files.sidecar import ProcessInfo
 
 _DAY_NS = 86_400 * 10**9
+_LONGEST_S = 10**9
 
 
 def request_capture(
@@ -77,7 +78,7 @@ def request_capture(
             STEPSCOPE_DISABLE=1, nothing is requested and the id is empty.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong, or all processes that listen have passed the steps.
         CaptureError: no run listens in the folder, because it has ended or has not begun.
         OSError: the folder cannot be written.
     """
@@ -95,9 +96,14 @@ def request_capture(
     checked = ProfileConfig.from_mapping(settings)
     if tool is not None:
         check_tool(checked)
+    if not abs(expires_s) <= _LONGEST_S:
+        fix = "write expires_s=3600 (`--expires 3600`)"
+        raise ConfigError("expires_s", expires_s, f"seconds, at most {_LONGEST_S:,}", fix)
     chosen = next(iter(checked.roles.values())).ranks
     now_ns = time.time_ns()
     layout = RunLayout(configure.current().save_path if save_path is None else save_path)
+    if steps != "next" and last is None:
+        _check_not_begun(checked.steps, steps, layout)
     request = Request(
         id=os.urandom(4).hex(),
         steps="next" if steps == "next" else ",".join(str(steps_range) for steps_range in checked.steps),
@@ -114,6 +120,24 @@ def request_capture(
     )
     change_requests(layout, lambda standing: [*_living(standing), request])
     return request.id
+
+
+def _check_not_begun(ranges: Sequence[StepRange], asked: str, layout: RunLayout) -> None:
+    """Raise ConfigError if every process that listens in the folder has begun or passed all these steps. A
+    process that has begun no step yet can capture any.
+    """
+    begun = {
+        (process.host, process.pid): process.step
+        for process in read_listening(layout)
+        if not has_ended(process)
+    }
+    if _listener is not None and listens_here(os.fspath(layout.root)):
+        begun |= _listener.last_step()  # the file is written every few seconds only
+    known = [step for step in begun.values() if step is not None]
+    if not known or len(known) < len(begun) or any(steps.goes_beyond(min(known)) for steps in ranges):
+        return
+    allowed = f"`next`, or steps after {min(known)}, which the run has begun"
+    raise ConfigError("steps", asked, allowed, f"ask for `next`, or for step {min(known) + 1} or a later one")
 
 
 def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_past: bool) -> list[str] | None:
@@ -250,6 +274,10 @@ class Listener:
             if self._layout.root.is_dir():
                 self._write(answers, ended_ns=time.time_ns())
 
+    def last_step(self) -> dict[tuple[str, int], int | None]:
+        """Return {(host, pid) of this process: the last step that began, or None}."""
+        return {(self._itself.host, self._itself.pid): self._step}
+
     def close(self) -> None:
         self._stop.set()
 
@@ -298,7 +326,7 @@ class Listener:
             ranges = _ranges(request.steps)
         if any(step in steps for steps in ranges):
             return time.time_ns() <= request.expires_ns or bool(answer.steps)
-        over = all(steps.stop is not None and steps.stop <= step for steps in ranges)
+        over = not any(steps.goes_beyond(step) for steps in ranges)
         if over and not answer.steps:
             return self._miss(request, f"step {step} was reached when it was heard")
         return False
