@@ -37,7 +37,12 @@ def ends_ms(tokens: Sequence[int]) -> list[int]:
 
 
 def a_step(
-    root: Path, replicas: Sequence[Sequence[int]] = EVEN, *, train_ms: int = 500, reward_ms: int = 100
+    root: Path,
+    replicas: Sequence[Sequence[int]] = EVEN,
+    *,
+    train_ms: int = 500,
+    reward_ms: int = 100,
+    updates: int = 1,
 ) -> Path:
     """Write a step: the rollout, a reward, the training, and 50 ms of weights."""
     folder = StepFolder(root)
@@ -55,7 +60,7 @@ def a_step(
             last = max(last, end)
     for stage, role, ms in (
         ("compute_reward", "reward", reward_ms),
-        ("update_actor", "trainer", train_ms),
+        *[("update_actor", "trainer", train_ms // updates)] * updates,
         ("sync_weights", "trainer", 50),
     ):
         if ms:
@@ -315,12 +320,24 @@ def test_a_step_that_lacks_what_a_replay_needs_says_so(tmp_path: Path, message: 
         predicted(steps.a_step(tmp_path, 100, LACKING[message]).write())
 
 
+def test_calls_of_one_stage_are_one_row(tmp_path: Path, command: Command) -> None:
+    step = a_step(tmp_path, updates=10)
+    stages = command("what-if", step, "--replicas", "+2", "--json").json["stages"]
+    assert {stage["name"]: (stage["calls"], stage["measured_ns"]) for stage in stages} == {
+        "rollout": (1, 1000 * MS),
+        "reward compute_reward": (1, 100 * MS),
+        "trainer update_actor": (10, 500 * MS),
+        "trainer sync_weights": (1, 50 * MS),
+    }
+    assert command("what-if", step).out.count("update_actor") == 1
+
+
 def test_the_command_prints_and_has_json(tmp_path: Path, command: Command) -> None:
     step = a_step(tmp_path)
     text = " ".join(command("what-if", step.parent, "--replicas", "+2").out.split())
     assert "replicas 2 -> 4: 1.65 s -> 1.4" in text
     assert "839 ms to 1.49 s" in text
-    assert "take 0%" in text
+    assert "take 0 %" in text
     assert "Assumed: " in text
     answer = command("what-if", step, "--cut-tail", "p75", "--json").json
     assert re.search(" 75 % ", *answer["changes"])

@@ -18,35 +18,39 @@ from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Model, Prediction, predict
 
 _WORK = {
-    "tokens": "the time of a generation follows from its tokens, give or take {residual:.0%}",
-    "durations": "generations take their measured times, which fit tokens give or take {residual:.0%}",
+    "tokens": "the time of a generation follows from its tokens, give or take {residual:.0f} %",
+    "durations": "generations take their measured times, which fit tokens give or take {residual:.0f} %",
 }
-COLUMNS = ("stage", ">measured", ">replayed", ">predicted")
 
 
 def render_prediction(prediction: Prediction) -> RenderableType:
     """Return the prediction for a terminal: a sentence, a table of stages, and the model below."""
+    columns = ["stage", ">calls", ">measured", ">replayed", ">with the change"]
     rows = [
-        (stage.name, *map(duration, (stage.measured_ns, stage.replayed_ns, stage.predicted_ns)))
+        (stage.name, str(stage.calls), stage.measured_ns, stage.replayed_ns, stage.predicted_ns)
         for stage in prediction.stages
     ]
-    total = (prediction.measured_ns, prediction.replayed_ns, prediction.predicted_ns)
     notes = [_model(prediction.model), *(f"Assumed: {text}." for text in prediction.assumptions)]
-    stages = table("Stages", COLUMNS, [*rows, ("step", *map(duration, total))], "\n".join(notes))
+    off_ns = prediction.predicted_ns - sum(stage.predicted_ns for stage in prediction.stages)
+    if off_ns:
+        rows.append(("error of the replay", "", None, None, off_ns))
+    rows.append(("step", "", prediction.measured_ns, prediction.replayed_ns, prediction.predicted_ns))
+    width = len(columns) if prediction.changes else len(columns) - 1  # what is not changed is not predicted
+    cells = [(name, calls, *map(duration, times))[:width] for name, calls, *times in rows]
+    stages = table("Stages", columns[:width], cells, "\n".join(notes))
     return Group(Text(plain(_headline(prediction)), style="bold"), stages)
 
 
 def _headline(prediction: Prediction) -> str:
     measured, replayed = duration(prediction.measured_ns), duration(prediction.replayed_ns)
-    off = prediction.replayed_ns / prediction.measured_ns - 1
+    step = f"Step {prediction.step} of run {prediction.run_id}"
     if not prediction.changes:
-        return (
-            f"Step {prediction.step} of run {prediction.run_id}: {measured}, replayed {replayed} ({off:+.1%})"
-        )
+        off = 100 * (prediction.replayed_ns / prediction.measured_ns - 1)
+        return f"{step}: {measured}, replayed {replayed} ({off:+.1f} %)"
     predicted, low, high = map(duration, (prediction.predicted_ns, prediction.low_ns, prediction.high_ns))
     return (
-        f"Step {prediction.step} of run {prediction.run_id}, {', '.join(prediction.changes)}: "
-        f"{measured} -> {predicted} ({prediction.change:+.1%}), error bar {low} to {high}"
+        f"{step}, {', '.join(prediction.changes)}: {measured} -> {predicted} "
+        f"({100 * prediction.change:+.1f} %), error bar {low} to {high}"
     )
 
 
@@ -60,7 +64,7 @@ def _model(model: Model) -> str:
             f"with {last.requests:g} in flight {last.tokens_per_second:,.0f}"
             f"{', as its forward passes measured' if model.measured else ''}"
         ),
-        _WORK[model.work].format(residual=model.residual),
+        _WORK[model.work].format(residual=100 * model.residual),
     ]
     if model.slots is not None:
         parts.append(f"{count(model.slots, 'request')} at once in a replica, the others wait")

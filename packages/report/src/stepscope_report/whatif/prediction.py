@@ -38,6 +38,7 @@ import msgspec
 
 from stepscope.errors import ConfigError, RecordError
 from stepscope_report.formatting import duration
+from stepscope_report.table import grouped
 from stepscope_report.timeline import Timeline
 from stepscope_report.whatif import Call, DriverStage, Step, Trajectory
 from stepscope_report.whatif.changes import Changes, Options, changes_of, kept
@@ -171,12 +172,15 @@ Work: TypeAlias = Literal["tokens", "durations"]
 
 
 class StageTime(msgspec.Struct, frozen=True):
-    """One stage of the step, in ns: as measured, in the unchanged replay, and as predicted."""
+    """All calls of one stage of the step, in ns: as measured, in the unchanged replay, and in the changed
+    one.
+    """
 
     name: str
     measured_ns: int
     replayed_ns: int
     predicted_ns: int
+    calls: int = 1
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -412,8 +416,10 @@ class Predicting:
         measured = self._outcome(self._unchanged, trajectories, [one.end_ns for one in trajectories])
         rows = zip_longest(measured.stages, unchanged.stages, changed.stages, fillvalue=("", 0.0))
         return tuple(
-            StageTime(last[0], round(first[1]), round(replayed[1]), round(last[1]))
-            for first, replayed, last in rows
+            StageTime(
+                name, *(round(sum(ns for _, ns in column)) for column in zip(*calls, strict=True)), len(calls)
+            )
+            for name, calls in grouped(rows, lambda row: row[-1][0]).items()
         )
 
     def _model(self, service: _Service, work: Work) -> Model:
@@ -455,12 +461,13 @@ def _check_tokens(step: Step, calls: Sequence[Call]) -> None:
 
 def _misfit(step: Step, replayed: Outcome) -> str:
     rollout_ns = dict(replayed.stages)[ROLLOUT]
-    off = replayed.step_ns / step.wall_ns - 1
+    off = 100 * (replayed.step_ns / step.wall_ns - 1)
     return (
         f"step {step.number}: no prediction, because the replay of the unchanged step takes "
-        f"{duration(round(replayed.step_ns))} and it took {duration(step.wall_ns)} ({off:+.1%}, at most "
-        f"{LIMIT:.0%}). The stage that does not fit is the rollout: replayed {duration(round(rollout_ns))}, "
-        f"measured {duration(step.rollout.wall_ns)}. {_why_not(step.rollout.slots)}"
+        f"{duration(round(replayed.step_ns))} and it took {duration(step.wall_ns)} ({off:+.1f} %, at most "
+        f"{100 * LIMIT:.0f} %). The stage that does not fit is the rollout: replayed "
+        f"{duration(round(rollout_ns))}, measured {duration(step.rollout.wall_ns)}. "
+        f"{_why_not(step.rollout.slots)}"
     )
 
 
