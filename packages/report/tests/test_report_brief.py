@@ -14,6 +14,7 @@ from packages.report.tests.simulated import Rollout
 from packages.report.tests.steps import MS, close
 from packages.report.tests.test_cli import a_run, damage
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
+from stepscope.files.manifest import Absent
 from stepscope.testing.steps import StepFolder
 from stepscope_report import SettingChange, StepReport, step_report
 from stepscope_report.brief import LINES, brief_html, brief_markdown, brief_text, step_brief
@@ -101,9 +102,25 @@ def test_names_are_no_markup(folder: StepFolder) -> None:
 def test_of_a_run_the_brief_is_of_the_longest_step(tmp_path: Path, command: Command) -> None:
     path = a_run(tmp_path)
     printed = command("report", path, "--brief").out
-    assert re.search("longest of 2 .* 10.0 ms", printed)
+    assert re.search("of 2 .* 10.0 ms", printed)
     assert f"stepscope report {tmp_path}/step_000002 --full" in printed
     assert not (path / "report.html").exists()
+
+
+@pytest.mark.parametrize("ended", ["ValueError: no prompt", None], ids=["exception", "death"])
+def test_of_a_run_the_failed_step_is_read_first(ended: str | None, tmp_path: Path, command: Command) -> None:
+    a_run(tmp_path)
+    folder = StepFolder(tmp_path, step=3)
+    owner = folder.process("trainer", owner=True)
+    owner.error = ended
+    if ended is None:
+        died = Absent(name="actor[0]", state="missing", reason="OOM", died=True, process="actor_rank0")
+        owner.absent.append(died)
+    owner.close(5 * MS)
+    folder.write()
+    code = 0 if ended else 3
+    assert command("report", tmp_path, "--brief", code=code).out.startswith("Step 3 ")
+    assert "--step 3" in command("report", tmp_path, "--no-html", code=code).err
 
 
 def test_a_process_that_is_slower_by_less_than_a_fiftieth_of_the_step_is_not_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_notebook_shows_the_brief(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert "<b>Step 2 of" in run._repr_html_()
     assert "<b>Step 4 of" in run[4]._repr_html_()
-    assert "longest of 2" in run.brief()
+    assert "of 2 captured" in run.brief()
     assert run[4].brief(markdown=True).startswith("## Step 4")
 
 

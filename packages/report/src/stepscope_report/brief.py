@@ -110,15 +110,25 @@ def step_brief(
 def run_brief(
     reports: Sequence[StepReport], folders: Mapping[int, Path], left_out: Mapping[str, Sequence[int]] = {}
 ) -> list[Part]:
-    """Return the brief of the longest step in `reports`. The brief only counts the other steps.
+    """Return the brief of the step that `read_first` chooses. The brief only counts the other steps.
 
     Args:
         folders: The folder of each step, by number.
         left_out: {id of another run in the folder: its steps, which `reports` leaves out}.
     """
-    longest = max(reports, key=lambda report: report.breakdown.window_ns)
-    others = [report for report in reports if report is not longest]
-    return step_brief(longest, folders.get(longest.step), others, left_out)
+    chosen, _ = read_first(reports)
+    others = [report for report in reports if report is not chosen]
+    return step_brief(chosen, folders.get(chosen.step), others, left_out)
+
+
+def read_first(reports: Sequence[StepReport]) -> tuple[StepReport, str]:
+    """Return (step to read first, reason in a few words): the last step that an exception or a process' death
+    ended, else the longest.
+    """
+    for report in reversed(reports):
+        if report.health.user_error is not None or say_deaths(report.health):
+            return report, "it failed"
+    return max(reports, key=lambda report: report.breakdown.window_ns), "it is the longest"
 
 
 def brief_text(parts: Sequence[Part]) -> str:
@@ -166,7 +176,8 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
     if others:
         took = [other.breakdown.window_ns for other in others]
         extent = " to ".join(dict.fromkeys((duration(min(took)), duration(max(took)))))
-        yield f"The longest of {len(others) + 1:,} captured steps; the others took {extent}"
+        why = read_first([*others, report])[1]
+        yield f"Chosen of {len(others) + 1:,} captured steps because {why}; the others took {extent}"
     yield say_complete(health) if health.complete else say_incomplete(health)
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
         yield ". ".join(notes)

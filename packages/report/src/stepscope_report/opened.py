@@ -15,7 +15,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.run import steps_of_run
 from stepscope.files.values import AttrValue
 from stepscope_report.advice import Advice
-from stepscope_report.brief import Briefed, Part, run_brief
+from stepscope_report.brief import Briefed, Part, read_first, run_brief
 from stepscope_report.formatting import numbers
 from stepscope_report.model import StepReport
 from stepscope_report.near import Neighbours
@@ -239,13 +239,13 @@ class OpenRun(Briefed):
         tables = {number: step.table(name) for number, step in self._readable().items()}
         return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
 
-    def longest(self) -> OpenStep:
-        """Return the step with the longest duration, of the steps that can be read.
+    def read_first(self) -> OpenStep:
+        """Return the step that failed, else the longest, of the steps that can be read.
 
         Raises:
             RecordError: no step can be read.
         """
-        return max(self._readable().values(), key=lambda step: step.report().breakdown.window_ns)
+        return self.steps[read_first(self.report())[0].step]
 
     def _readable(self) -> dict[int, OpenStep]:
         readable, reasons = {}, []
@@ -273,7 +273,7 @@ def open(  # noqa: A001  # read as `stepscope_report.open`
         run = stepscope_report.open("/data/profile")
         run[3].table("stages").to_pandas()  # times are integers, in ns
 
-    In a notebook, the returned object shows the brief of the step, or of a run's longest step.
+    In a notebook, the returned object shows the brief of the step, or of a run's `read_first()`.
 
     Args:
         path: The folder, or one trace file that another tool wrote.

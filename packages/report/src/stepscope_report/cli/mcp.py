@@ -78,8 +78,8 @@ class Tools:
         return _json(runs)
 
     def brief(self, path: str, step: int | None = None) -> str:
-        """Summarise a step in at most 40 lines (Markdown). For a run without `step`, summarise its
-        longest step.
+        """Summarise a step in at most 40 lines (Markdown). For a run without `step`, summarise the
+        step that failed, else the longest.
 
         `path` is the folder of a run or a step, as `list_runs` names it, or of traces that other tools wrote.
         Begin with this tool.
@@ -92,9 +92,9 @@ class Tools:
         """Explain one stage of a step (JSON): its share, its calls, the part of each process, and what ran at
         the same time.
 
-        For a run without `step`, its longest step is explained. Times are integers in ns.
+        Without `step`, the step of `brief` is explained. Times are integers in ns.
         """
-        report = self._longest(path, step).report()
+        report = self._chosen(path, step).report()
         labels = sorted({(row.role, row.stage) for row in report.stages})
         if not any(label[1] == stage and role in (None, label[0]) for label in labels):
             names = ", ".join(" ".join(label) for label in labels[:ROWS])
@@ -126,7 +126,7 @@ class Tools:
 
     def slowest_trajectories(self, path: str, step: int | None = None, most: int = 5) -> str:
         """List the slowest trajectories of a step, and what each waited for (JSON, times in ns)."""
-        report = self._longest(path, step).report()
+        report = self._chosen(path, step).report()
         tail = report.long_tail
         if tail is None:
             raise RecordError(f"step {report.step} has no trajectories: no span belongs to one")
@@ -145,11 +145,10 @@ class Tools:
         """List the longest spans of a step that match (JSON, times in ns): at most `limit`, and at most 200.
 
         Spans without an end (`dur_ns` is null) come first. `matching` is the number of all spans that match.
-        `start_ns` counts from the opening of the capture. For a run without `step`, its longest step
-        is used.
+        `start_ns` counts from the opening of the capture. Without `step`, the step of `brief` is used.
         """
         wanted = {"role": role, "stage": stage, "trajectory": trajectory}
-        opened = self._longest(path, step)
+        opened = self._chosen(path, step)
         rows = [
             row
             for row in opened.table("spans")
@@ -250,9 +249,9 @@ class Tools:
             raise RecordError(f"{path} holds traces without spans. Fix: ask for its `brief`")
         return opened
 
-    def _longest(self, path: str, step: int | None) -> OpenStep:
+    def _chosen(self, path: str, step: int | None) -> OpenStep:
         opened = self._open(path, step)
-        return opened.longest() if isinstance(opened, OpenRun) else opened
+        return opened.read_first() if isinstance(opened, OpenRun) else opened
 
 
 def _bounded(number: int) -> int:

@@ -15,7 +15,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.storage import write_atomic
 from stepscope_report import StepReport, step_report
-from stepscope_report.brief import brief_markdown, brief_text, run_brief
+from stepscope_report.brief import brief_markdown, brief_text, read_first, run_brief
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit, takes
 from stepscope_report.cli.find import (
@@ -89,7 +89,10 @@ class Asked:
     ] = None
     brief: Annotated[
         bool,
-        typer.Option("--brief", help="A summary in at most 40 lines; for a run, of its longest step."),
+        typer.Option(
+            "--brief",
+            help="A summary in at most 40 lines; for a run, of the step that failed, else the longest.",
+        ),
     ] = False
     by: Annotated[
         list[str] | None,
@@ -313,13 +316,13 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
     if short:
-        screen.say(f"All tables: --full{', or --step N for those of one step' * (len(reports.steps) > 1)}")
+        step, why = read_first(reports.steps)
+        of_one = f", or --step {step.step} for the one to read first: {why}" if len(reports.steps) > 1 else ""
+        screen.say(f"All tables: --full{of_one}")
 
 
 def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
-    """Print the brief of the longest step without wrapping its lines, and the steps that could
-    not be read.
-    """
+    """Print the brief of a run or a step without wrapping its lines, and the steps that could not be read."""
     folders = (
         {reports.steps[0].step: path}
         if is_step(path)

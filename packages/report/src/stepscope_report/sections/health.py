@@ -444,7 +444,8 @@ def clock(process: ProcessRow) -> str:
         how = f"moved {duration(-alignment.offset_ns)}"
         how += f" by {count(alignment.matched, 'collective')}" if alignment.matched else ""
         how += f", drift {alignment.drift_ppm:+.1f} ppm" if abs(alignment.drift_ppm or 0) >= 0.05 else ""
-    return f"{how}, +-{duration(alignment.uncertainty_ns)}{', was set' if alignment.jumped else ''}"
+    how += "; someone set it, so" if alignment.jumped else ","
+    return f"{how} +-{duration(alignment.uncertainty_ns)}"
 
 
 def clock_notes(health: Health) -> list[str]:
@@ -497,7 +498,7 @@ def say_ended(health: Health) -> str:
     what = "capture" if health.recorder is None else "step"
     error = plain(health.user_error)
     if health.recorder is not None and plain(health.recorder.reason).endswith(error):
-        error = "that exception"  # `say_recorder` has named the exception
+        error = error.partition(":")[0]  # `say_recorder` has its message
     return f"The {what} ended with {error}: the report covers the time until then"
 
 
