@@ -367,3 +367,49 @@ def test_the_running_task_tells_the_call_that_blocks_a_loop_and_its_line(config:
         Path(__file__).name,
         "noqa: ASYNC251  # the line",
     )
+
+
+@pytest.mark.slow
+def test_each_place_that_blocks_a_loop_is_told_with_the_sum_of_its_blocks(config: ProfileConfig) -> None:
+    """The first block of `search` is followed by that of the reward before the loop runs again."""
+    took_s = dict.fromkeys([("env", "tool search"), ("reward", "score")], 0.0)
+
+    def blocks(place: tuple[str, str], seconds: float) -> None:
+        began = time.monotonic()
+        time.sleep(seconds)
+        took_s[place] += time.monotonic() - began
+
+    async def searches() -> None:
+        for _ in range(2):
+            with span("tool", role="env", attrs={"name": "search"}):
+                await asyncio.sleep(0.2)
+                blocks(("env", "tool search"), 0.4)  # the tool
+            await asyncio.sleep(0.3)
+
+    async def scores() -> None:
+        with span("score", role="reward"):
+            await asyncio.sleep(0.2)
+            blocks(("reward", "score"), 0.5)  # the reward
+
+    async def waits() -> None:
+        with span("tool", role="env", attrs={"name": "clock"}):
+            await asyncio.sleep(2)
+
+    async def work() -> None:
+        await asyncio.gather(searches(), scores(), waits())
+
+    with capture(1, config=config):
+        asyncio.run(work())
+    late = list(late_loops(load_step(f"{config.save_path}/step_000001")))
+    lines = Path(__file__).read_text().splitlines()
+    assert {(loop.blocker, lines[int(loop.line.split(":")[1]) - 1].partition("# ")[2]) for loop in late} == {
+        (("env", "tool search"), "the tool"),
+        (("reward", "score"), "the reward"),
+    }
+    assert {loop.blocker: len(loop.blocks) for loop in late} == {
+        ("env", "tool search"): 2,
+        ("reward", "score"): 1,
+    }
+    for loop in late:
+        assert loop.blocker is not None
+        assert loop.late_ns / 1e9 == pytest.approx(took_s[loop.blocker], abs=0.2)

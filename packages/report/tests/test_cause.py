@@ -6,6 +6,7 @@ One file above 500 lines, because all kinds are told from steps that the same fe
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -624,6 +625,34 @@ def test_a_block_of_a_loop_is_as_long_as_its_call_wherever_the_samples_lie(
     folder.processes[0].counter("event loop late", late, of="MainThread", unit="ms", kind="interval")
     cause = cause_of(folder)
     assert (cause.kind, cause.stage, cause.longer_ns) == ("event-loop", "tool", 500 * MS)
+
+
+def test_blocks_of_one_place_are_added_up_and_other_places_follow(tmp_path: Path) -> None:
+    blocks = {
+        (100, 500): "env tool, a.py:3",
+        (800, 1100): "reward score, b.py:5",
+        (1400, 1600): "env tool, a.py:3",
+    }
+    rows: list[Row] = [("trainer/rollout generate", 0, 2000)]
+    rows += ((f"trainer/{place.partition(',')[0]}", *extent) for extent, place in blocks.items())
+    folder = a_step(tmp_path, 2000, rows)
+    late, places = dict.fromkeys(range(0, 2100, 100), 0.0), defaultdict[str, dict[int, float]](dict)
+    for (start_ms, end_ms), place in blocks.items():
+        for ms in range(start_ms + 100, end_ms + 100, 100):
+            late[ms] = places[place][ms] = ms - start_ms
+    for of, values in {
+        "MainThread": late,
+        **{f"MainThread in {of}": own for of, own in places.items()},
+    }.items():
+        by_ns = {ms * MS: float(value) for ms, value in values.items()}
+        folder.processes[0].counter("event loop late", by_ns, of=of, unit="ms", kind="interval")
+    report = reported(folder)
+    cause = some(report.cause)
+    assert told(cause) == ("event-loop", "trainer", "tool", 600)
+    assert [(other.kind, other.stage, other.ns) for other in cause.others] == [
+        ("event-loop", "score", 300 * MS)
+    ]
+    assert [advice.saves_ns for advice in report.advice if advice.rule == "late-event-loop"] == [900 * MS]
 
 
 def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp_path: Path) -> None:

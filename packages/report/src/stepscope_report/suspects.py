@@ -86,7 +86,8 @@ class Suspect(NamedTuple):
     """The calls of each process from which `usual_ns` comes. Empty if `usual_ns` comes from other steps,
     or from calls of the same process."""
     spells: tuple[Pair, ...] = ()
-    """The stretches in which a rank that came late was in no call. Empty for other suspects."""
+    """The stretches in which a rank that came late was in no call, or in which an event loop was blocked.
+    Empty for other suspects."""
     within: tuple[Pair, ...] = ()
     """If the suspect comes from a top stage of the recorder's lines, the stretches in which that stage ran.
     Else empty."""

@@ -12,7 +12,7 @@ from stepscope.files.counters import GC, KV_CACHE, PREEMPTIONS
 from stepscope_report.advice import FULL, Advice, Evidence, SettingChange, percentage_of, share_of_step
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, size
-from stepscope_report.sections.counters import CounterRow
+from stepscope_report.sections.counters import CounterRow, LateLoop, say_blocks
 from stepscope_report.sections.idle import awaited_rank
 from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.spans import GENERATES, ROLLOUT
@@ -162,6 +162,8 @@ def _cut_off(stage: Stage, evidence: Evidence) -> bool:
 
 
 _TRAINS = ("actor", "trainer")
+_PLACES = 3
+"""Largest number of further places that blocked an event loop which advice names."""
 COLLECTING = 5
 """Percentage of the step that the garbage collector must take for advice."""
 
@@ -311,17 +313,26 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
     if not late:
         return None
     worst = late[0]
-    because = [f"a callback on its thread {worst.thread} waited for {duration(worst.late_ns)}"]
+    because = [say_blocks(worst)]
     if worst.line:
         because.append(f"meanwhile the call was at {worst.line}")
     elif worst.blocker is not None:
         because.append(f"the loop ran again when {' '.join(worst.blocker)} ended")
-    if len(late) > 1:
-        because.append(f"in all, {count(len(late), 'loop')} were late")
+    saves_ns = (
+        cause.ns or 0
+        for cause in evidence.causes
+        if cause.kind == "event-loop" and cause.process is not None and cause.process.name == worst.process
+    )
+    loops = {(loop.process, loop.thread) for loop in late}
+    others = [loop for loop in late[1:] if (loop.process, loop.thread) == (worst.process, worst.thread)]
+    for loop in others[:_PLACES]:
+        line = f", at {loop.line}" if loop.line else ""
+        because.append(f"{_say_blocker(loop)} blocked it for {duration(loop.late_ns)}{line}")
+    if len(loops) > 1:
+        because.append(f"in all, {count(len(loops), 'loop')} were late")
     return Advice(
         rule="late-event-loop",
-        what=f"{'something' if worst.blocker is None else ' '.join(worst.blocker)} blocks the event loop of "
-        f"{worst.process}",
+        what=f"{_say_blocker(worst)} blocks the event loop of {worst.process}",
         because=tuple(because),
         do=(
             "find the call that does not await (a tool, a tokenizer, a file) and run it in a thread: "
@@ -330,8 +341,13 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
             else "run it in a thread (asyncio.to_thread), or await what it waits for: other calls of that "
             "process stand still meanwhile"
         ),
+        saves_ns=sum(saves_ns) or None,
         settings=changes(f"late-event-loop: {worst.role}", evidence),
     )
+
+
+def _say_blocker(loop: LateLoop) -> str:
+    return "something" if loop.blocker is None else " ".join(loop.blocker)
 
 
 def garbage_collection(evidence: Evidence) -> Advice | None:

@@ -268,15 +268,17 @@ def _queueing_by_counters(evidence: Evidence) -> Advice | None:
 
 
 def slow_tools(evidence: Evidence) -> Advice | None:
-    """Advise on a tool with calls that took longer than its other calls. If no such tool exists,
-    advise if tools took a fifth of the trajectories' time.
+    """Advise on a tool with calls that took longer than its other calls. If no such tool exists, advise if
+    tools, except those that blocked an event loop, took a fifth of the trajectories' time.
     """
     do = "run more of them at once, give them a deadline, or let other trajectories generate meanwhile"
     cause = next((cause for cause in evidence.causes if cause.kind == "slow-tool"), None)
+    late = () if evidence.counters is None else evidence.counters.late_loops
+    blockers = {loop.blocker for loop in late}
     if cause is None:
         return _in_trajectories(
             evidence,
-            lambda stage: is_tool(stage.role, stage.stage),
+            lambda stage: is_tool(stage.role, stage.stage) and (stage.role, stage.title) not in blockers,
             rule="slow-tools",
             what="trajectories wait for their tools",
             do=do,

@@ -19,14 +19,14 @@ import msgspec
 from stepscope.files.counters import GC
 from stepscope.files.spans import SEQUENCE, only_waits
 from stepscope.files.steps import comparable
-from stepscope_report.accounting import Label, Pair, common_ns
+from stepscope_report.accounting import Label, Pair, common_ns, union_ns
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import Holds
 from stepscope_report.near import NearStep, is_longer, near_step, top_stages
 from stepscope_report.sections import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
-from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters
+from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters, say_blocks
 from stepscope_report.sections.health import cut_processes
 from stepscope_report.sections.idle import IDLE, awaited_rank
 from stepscope_report.sections.long_tail import LONG_TAIL
@@ -141,12 +141,15 @@ def explain(
     grown = list(filter(None, map(holds.unless_held, longer)))
     if not near:
         grown = [one for one in grown if not _may_lack_cores(one, path, holds)]
-    blocks = [one for one in found if one.kind == "event-loop"]
+    blocked = Counter[int | None]()
+    for one in found:
+        if one.kind == "event-loop":
+            blocked[one.process] += one.ns or 0
     within = list(_late_outside(found, path, near)) if near else found
     """Suspects within the step that count as an explanation of the step's excess. If there are captured
     neighbours, few suspects count, because the neighbours may have the same suspects."""
     host = holds.busy_host(path)
-    grown = [one for one in _joined(grown) if not _stood_still(one, found)]
+    grown = [one for one in _joined(grown) if not _stood_still(one, found, timeline)]
     known = any(
         one.kind == "slow-host" or (one.because and one.longer_ns * 2 >= excess_ns)
         for one in (*found, *grown)
@@ -154,7 +157,11 @@ def explain(
     hosts = [host] if host is not None and host.longer_ns * 2 >= excess_ns and not known else []
     found += hosts
     explained_ns = max(
-        [sum(one.longer_ns for one in grown), *(one.ns or 0 for one in (*within, *blocks, *hosts))]
+        [
+            sum(one.longer_ns for one in grown),
+            *(one.ns or 0 for one in (*within, *hosts)),
+            *blocked.values(),
+        ]
     )
     found += [one for one in grown if not _is_known(one, found, within)]
     unexplained_ns = max(0, excess_ns - explained_ns)
@@ -234,12 +241,20 @@ def _longest_gap(path: StepPath, least_ns: int) -> str:
     return f"{duration(path.pieces[at].wall_ns)} passed in no span, {' and '.join(where)}".rstrip(", ")
 
 
-def _stood_still(grown: Suspect, found: Sequence[Suspect]) -> bool:
-    """Return True if a call took longer because another call blocked the event loop of its process."""
-    return any(
-        one.kind == "event-loop" and one.process == grown.process and grown.longer_ns * 4 <= one.longer_ns * 5
+def _stood_still(suspect: Suspect, found: Iterable[Suspect], timeline: Timeline) -> bool:
+    """Return True if calls took longer because the event loop of their process was blocked."""
+    calls = defaultdict[int, list[Pair]](list)
+    for node in suspect.nodes:
+        span = timeline.spans[node]
+        calls[span.process].append((span.start_ns, timeline.until_ns(span)))
+    if not calls and suspect.process is not None:
+        calls[suspect.process] += suspect.within
+    stood_ns = sum(
+        common_ns(calls[one.process], one.spells)
         for one in found
+        if one.kind == "event-loop" and one.process is not None
     )
+    return suspect.kind != "event-loop" and (suspect.ns or suspect.longer_ns) * 4 <= stood_ns * 5
 
 
 def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
@@ -547,9 +562,11 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         if suspect.kind == "gc":
             return f"Python's garbage collector stopped {name} for {longer}"
-        what = "something" if suspect.label is None else " ".join(suspect.label)
-        return f"{what} blocked the event loop of {name} for {longer}" + (
-            f", at {suspect.beside}" if suspect.beside else ""
+        what = "something" if suspect.label is None else _what(timeline, suspect)
+        often = f" {len(suspect.spells):,} times" if len(suspect.spells) > 1 else ""
+        line = f", at {suspect.beside}" if suspect.beside else ""
+        return (
+            f"{what} blocked the event loop of {name}{often} for {longer}{' in all' if often else ''}{line}"
         )
     if suspect.kind == "preemption" and suspect.process is not None:
         name = timeline.processes[suspect.process].name
@@ -585,7 +602,7 @@ def _what(timeline: Timeline, suspect: Suspect) -> str:
         stage = " ".join(suspect.awaited_in or ())
         return f"{process} began {stage} {duration(suspect.longer_ns)} after {suspect.beside}"
     role, stage = suspect.label
-    if suspect.kind == "slow-tool":
+    if suspect.kind in ("slow-tool", "event-loop") and is_tool(role, stage):
         return f"{role} tool" if stage == "tool" else f"tool {stage.removeprefix('tool ')}"
     return f"{role} {stage}"
 
@@ -642,8 +659,7 @@ def _suspects(sources: Sources) -> list[Suspect]:
     found = [one for one in map(holds.unless_held, inside) if one is not None]
     found += _awaited(sources, {one.process for one in inside if one.kind in _LATE})
     stopped = list(_stopped(sources.path, sources.value_of(COUNTERS)))
-    blockers = {one.label for one in stopped if one.label is not None}
-    others = [one for one in found if one.label not in blockers]
+    others = [one for one in found if not _stood_still(one, stopped, sources.timeline)]
     held = {one.process for one in others if one.kind == "gc"}
     return ranked([*(one for one in stopped if one.kind != "gc" or one.process not in held), *others])
 
@@ -676,20 +692,25 @@ def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:
         return
     timeline = path.graph.timeline
     places = {process.name: index for index, process in enumerate(timeline.processes)}
-    on_path = Counter[int]()
+    on_path = defaultdict[int, list[Pair]](list)
     for piece in path.pieces:
-        on_path[path.graph.process_of(piece.node)] += piece.wall_ns
+        on_path[path.graph.process_of(piece.node)].append((piece.start_ns, piece.end_ns))
     for row in counters.rows:
         if row.name == GC:
             index, paused_ns = places[row.process], round(row.mean / 100 * row.covered_ns)
-            suspect = Suspect("gc", min(paused_ns, on_path[index]), paused_ns, process=index)
+            suspect = Suspect("gc", min(paused_ns, union_ns(on_path[index])), paused_ns, process=index)
             yield from _stop(timeline, suspect)
     for loop in counters.late_loops:
         index = places[loop.process]
-        evidence = (f"a callback on its thread {loop.thread} waited for {duration(loop.late_ns)}",)
-        ns = min(loop.late_ns, on_path[index])
         suspect = Suspect(
-            "event-loop", ns, loop.late_ns, loop.blocker, index, beside=loop.line, evidence=evidence
+            "event-loop",
+            common_ns(loop.blocks, on_path[index]),
+            loop.late_ns,
+            loop.blocker,
+            index,
+            beside=loop.line,
+            evidence=(say_blocks(loop),),
+            spells=loop.blocks,
         )
         yield from _stop(timeline, suspect)
 

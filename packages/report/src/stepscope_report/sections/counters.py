@@ -7,7 +7,9 @@ because all parts read the same samples.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -26,12 +28,12 @@ from stepscope.files.counters import (
     CounterKind,
     CounterScope,
 )
-from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
+from stepscope_report.accounting import Label, Pair, clipped, common_ns, joined, union_ns
 from stepscope_report.charts import pick_of_each
 from stepscope_report.formatting import LISTED, count, duration, size
 from stepscope_report.html import Html, illustrated, percent, section, tag, text
 from stepscope_report.sections import DEVICES, Section
-from stepscope_report.spans import is_tool, placed
+from stepscope_report.spans import ToolNames, is_tool, placed
 from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Counter, Span, Timeline
 
@@ -95,8 +97,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
     """Rows by process, and within a process in the order of the first samples."""
     late_loops: Table[LateLoop] = Table()
-    """Event loops that were late by more than 100 ms, the latest first. A loop is left out if it was blocked
-    by the only call on its thread, because then no recorded call waited."""
+    """Places that blocked an event loop for more than 100 ms at once, the longest first. A place is left out
+    if its call was the only one on its thread, because then no recorded call waited."""
     busy_hosts: Table[BusyHost] = Table()
     """Hosts whose cores were all busy, by load, the highest first."""
     idle_devices: Table[IdleDevice]
@@ -118,7 +120,9 @@ def step_counters(timeline: Timeline) -> Counters | None:
         return None
     idle = sorted(_idle(timeline, sampled), key=lambda device: (-device.idle_ns, device.host, device.device))
     rows = Table(_row(counter, pieces, timeline) for counter, pieces in sampled)
-    late = sorted(late_loops(timeline), key=lambda loop: (-loop.late_ns, loop.process, loop.thread))
+    late = sorted(
+        late_loops(timeline), key=lambda loop: (-loop.late_ns, loop.process, loop.thread, loop.line)
+    )
     return Counters(
         rows=rows,
         late_loops=Table(late),
@@ -252,51 +256,133 @@ def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) ->
 
 
 class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
-    """An event loop that could not run while calls waited for it."""
+    """A place in the code that blocked an event loop, so that waiting calls could not go on."""
 
     process: str
     role: str
     thread: str
     """Name of the loop's thread."""
     late_ns: int
-    """Longest time for which the loop could not run, in ns."""
-    blocker: tuple[str, str] | None = None
+    """Sum of `blocks`, in ns."""
+    blocks: tuple[Pair, ...]
+    """(start, end) of each block at this place, in order. Unix time in ns."""
+    blocker: Label | None = None
     """(role, stage) of the call that blocked the loop: the call that the sampler found running, else the
-    innermost call that ended when the loop ran again. None if neither call is known."""
+    innermost call that ended when the loop ran again. A tool's stage includes its name. None if neither call
+    is known."""
     line: str = ""
     """Source line that blocked the loop: `tools.py:33`. Empty if the sampler found no line."""
 
 
+def say_blocks(loop: LateLoop) -> str:
+    """Return how long callbacks waited for the blocks of a place, as a clause."""
+    whose = f"on its thread {loop.thread} waited"
+    if len(loop.blocks) == 1:
+        return f"a callback {whose} for {duration(loop.late_ns)}"
+    longest = max(end_ns - start_ns for start_ns, end_ns in loop.blocks)
+    return f"callbacks {whose} {len(loop.blocks):,} times, for at most {duration(longest)}"
+
+
+class _Seen(NamedTuple):
+    """A sample that found a call running while the event loop was blocked."""
+
+    at_ns: int
+    call: int
+    line: str
+
+
+class _Block(NamedTuple):
+    start_ns: int
+    end_ns: int
+    call: int | None
+    """Index of the span that blocked the loop, or None if unknown."""
+    line: str
+
+
 def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
-    """Yield each event loop that was late by more than `BLOCKED_NS` in the step, with its longest block.
+    """Yield each place that blocked an event loop for more than `BLOCKED_NS` at once in the step.
 
     A block by a recorded call counts only if another recorded call was open on the loop's thread meanwhile.
     Otherwise no recorded call waited for the loop.
     """
+    names = ToolNames(timeline)
     for counter in timeline.counters:
         if counter.name != EVENT_LOOP or IN in counter.of:
             continue
         process = timeline.processes[counter.process]
         calls = [index for index, span in enumerate(timeline.spans) if span.process == counter.process]
-        for start_ns, end_ns in sorted(_blocks(counter, timeline), key=lambda block: block[0] - block[1]):
-            seen = _seen(counter, calls, start_ns, end_ns, timeline)
-            blocker = seen[0] if seen else _blocker(calls, start_ns, end_ns, counter.times_ns[-1], timeline)
-            if blocker is not None and not _is_beside_others(blocker, calls, start_ns, end_ns, timeline):
-                continue
-            call = None if blocker is None else timeline.spans[blocker]
-            if call is not None and call.start_ns < start_ns:
-                # If the call began after the last sample before the block, the block began with the call.
-                ran_ns = max((time for time in counter.times_ns if time < start_ns), default=start_ns)
-                start_ns = call.start_ns if call.start_ns >= ran_ns else start_ns
+        found = defaultdict[tuple[Label | None, str], list[Pair]](list)
+        for start_ns, end_ns in _blocks(counter, timeline):
+            for part in _parts(counter, calls, start_ns, end_ns, timeline):
+                label = None if part.call is None else names.label_of(timeline.spans[part.call])
+                if _is_beside_others(part, calls, timeline):
+                    found[label, part.line].append((part.start_ns, part.end_ns))
+        for place in [place for place in found if not place[1]]:  # of a short block, no line was sampled
+            lines = [other for other in found if other[0] == place[0] and other[1]]
+            if lines:
+                found[max(lines, key=lambda other: union_ns(found[other]))] += found.pop(place)
+        for (label, line), blocks in found.items():
             yield LateLoop(
                 process=process.name,
                 role=process.info.role,
                 thread=counter.of,
-                late_ns=end_ns - start_ns,
-                blocker=None if call is None else (call.role, call.stage),
-                line=seen[1] if seen else "",
+                late_ns=sum(end_ns - start_ns for start_ns, end_ns in blocks),
+                blocks=tuple(sorted(blocks)),
+                blocker=label,
+                line=line,
             )
-            break
+
+
+def _parts(
+    loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
+) -> Iterator[_Block]:
+    """Yield the block of a loop, divided where the sampler found another call or line running."""
+    seen = sorted(_seen(loop, calls, start_ns, end_ns, timeline))
+    if not seen:
+        call = _blocker(calls, start_ns, end_ns, loop.times_ns[-1], timeline)
+        yield _Block(_begin_ns(loop, call, calls, start_ns, timeline), end_ns, call, "")
+        return
+    runs = [list(own) for _, own in groupby(seen, key=lambda one: (one.call, one.line))]
+    since_ns = _begin_ns(loop, seen[0].call, calls, start_ns, timeline)
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        call, until_ns = run[0].call, end_ns
+        if following is not None:
+            # A blocked thread enters and leaves no span, so the block had ended at the next edge of a span.
+            edges = _edges_ns(call, calls, run[-1].at_ns, following[0].at_ns, timeline)
+            until_ns = min(edges, default=following[0].at_ns)
+        yield _Block(since_ns, until_ns, call, run[0].line)
+        since_ns = until_ns
+
+
+def _begin_ns(
+    loop: Counter, call: int | None, calls: Sequence[int], start_ns: int, timeline: Timeline
+) -> int:
+    """Return the time at which a block of a loop began.
+
+    The loop ran at the last sample before `start_ns`. If the call that blocks it began after this sample, the
+    block began with the call, or at the last edge of another span.
+    """
+    if call is None:
+        return start_ns
+    began_ns = timeline.spans[call].start_ns
+    ran_ns = max((time for time in loop.times_ns if time < start_ns), default=start_ns)
+    if not ran_ns <= began_ns < start_ns:
+        return start_ns
+    return max(_edges_ns(call, calls, began_ns, start_ns, timeline), default=began_ns)
+
+
+def _edges_ns(
+    call: int, calls: Sequence[int], from_ns: int, until_ns: int, timeline: Timeline
+) -> Iterator[int]:
+    """Yield the times between two times at which the spans of a call's thread began and ended, except spans
+    below the call.
+    """
+    spans = timeline.spans
+    for index in calls:
+        span = spans[index]
+        edges = [ns for ns in (span.start_ns, timeline.until_ns(span)) if from_ns < ns < until_ns]
+        if edges and span.thread == spans[call].thread and call not in _above(index, spans) - {index}:
+            yield from edges
 
 
 def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
@@ -326,29 +412,26 @@ def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
 
 def _seen(
     loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
-) -> tuple[int, str] | None:
-    """Return (index of the span, source line) of the call that the sampler found running during the block.
-    None if the sampler found no call, or a call that is not in `calls`.
+) -> Iterator[_Seen]:
+    """Yield each sample that found a call of `calls` running during the block. Of several calls with the
+    sampled name, the longest in the block counts.
     """
-    seen = [
-        (value, counter.of.removeprefix(loop.of + IN))
-        for counter in timeline.counters
-        if (counter.name, counter.process) == (EVENT_LOOP, loop.process)
-        and counter.of.startswith(loop.of + IN)
-        for at_ns, value in zip(counter.times_ns, counter.values, strict=True)
-        if start_ns <= at_ns <= end_ns + _CLOSE_NS
-    ]
-    if not seen:
-        return None
-    label, _, line = max(seen)[1].rpartition(", ")
-    held = [
-        (min(end_ns, timeline.until_ns(span)) - max(start_ns, span.start_ns), index)
-        for index in calls
-        for span in [timeline.spans[index]]
-        if f"{span.role} {span.stage}" == label
-    ]
-    longest_ns, call = max(held, default=(0, 0))
-    return (call, line) if longest_ns > 0 else None
+    longest = dict[str, tuple[int, int]]()
+    for index in calls:
+        span = timeline.spans[index]
+        ns = min(end_ns, timeline.until_ns(span)) - max(start_ns, span.start_ns)
+        label = f"{span.role} {span.stage}"
+        for name in (label, f"{label} {(span.attrs or {}).get('name')}"):
+            if ns > longest.get(name, (0, 0))[0]:
+                longest[name] = ns, index
+    for counter in timeline.counters:
+        of = counter.of.removeprefix(loop.of + IN)
+        name, _, line = of.rpartition(", ")
+        is_own = (counter.name, counter.process) == (EVENT_LOOP, loop.process) and of != counter.of
+        if is_own and name in longest:
+            for at_ns in counter.times_ns:
+                if start_ns <= at_ns <= end_ns + _CLOSE_NS:
+                    yield _Seen(at_ns, longest[name][1], line)
 
 
 def _blocker(
@@ -378,15 +461,15 @@ def _blocker(
     return min(ended)[2] if ended else None
 
 
-def _is_beside_others(
-    blocker: int, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
-) -> bool:
+def _is_beside_others(block: _Block, calls: Sequence[int], timeline: Timeline) -> bool:
     """Return True if another call of `calls`, neither around nor inside the blocker, was open on the
     blocker's thread during the block.
     """
-    spans = timeline.spans
-    start_ns = max(start_ns, spans[blocker].start_ns)
-    end_ns = min(end_ns, timeline.until_ns(spans[blocker]))
+    if block.call is None:
+        return True
+    spans, blocker = timeline.spans, block.call
+    start_ns = max(block.start_ns, spans[blocker].start_ns)
+    end_ns = min(block.end_ns, timeline.until_ns(spans[blocker]))
     above = _above(blocker, spans)
     return any(
         index not in above

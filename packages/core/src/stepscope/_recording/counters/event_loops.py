@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from stepscope._recording.process.identity import running_loop
-from stepscope._recording.spans import tasks
+from stepscope._recording.spans import redaction, tasks
 from stepscope._recording.spans.maker import SpanMaker, SpanObserver
 from stepscope._recording.spans.scopes import Placing, inherited
 from stepscope._recording.spans.span import Span
@@ -112,11 +112,12 @@ class _Watched:
         self._places = set[str]()
 
     def place(self) -> str | None:
-        """Return the innermost span and the line of the task that blocks the loop: `env tool, tools.py:33`.
-        Return None if the loop is not blocked, or if no task with a span blocks it.
+        """Return the innermost span, with its attribute `name`, and the line of the task that blocks the
+        loop: `env tool search, tools.py:33`. Return None if the loop is not late by half of `BLOCKED_NS`, or
+        if no task with a span runs.
         """
         loop, sent_ns = self.loop(), self._sent_ns
-        if loop is None or sent_ns is None or time.monotonic_ns() - sent_ns < BLOCKED_NS:
+        if loop is None or sent_ns is None or time.monotonic_ns() - sent_ns < BLOCKED_NS // 2:
             return None
         task = tasks.current_task(loop)
         span = None if task is None else tasks.span_of(task)
@@ -124,7 +125,11 @@ class _Watched:
             return None
         role, code = inherited(span)[0] or span.log.process.role, _line_of(loop, task)
         line = "?" if code is None else f"{Path(code[0].co_filename).name}:{code[1]}"
-        place = f"{role} {span.stage}, {line}"
+        name = (span.attrs or {}).get("name")
+        stage = span.stage
+        if isinstance(name, str):
+            stage += f" {redaction.written({'name': name}, span.log.redact)['name']}"
+        place = f"{role} {stage}, {line}"
         if len(self._places) < _MOST_PLACES:
             self._places.add(place)
         return place if place in self._places else None
@@ -175,7 +180,7 @@ def _line_of(loop: AbstractEventLoop, task: object) -> tasks.Place:
 
 class EventLoops(CounterSource):
     """Largest lateness of each event loop, by the name of its thread. While a call blocks a loop, also by
-    thread and call: `MainThread in env tool, tools.py:33`.
+    thread and call: `MainThread in env tool search, tools.py:33`.
     """
 
     name = EVENT_LOOP
