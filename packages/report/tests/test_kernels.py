@@ -107,10 +107,10 @@ def test_a_device_is_busy_once_however_many_streams_run(tmp_path: Path) -> None:
         kernel("sgemm", 0, 40, device=1),
     ])  # fmt: skip
     first, second = content.devices
-    assert (first.name, first.first_us, first.last_us) == ("0", 0, 320)
+    assert (first.name, first.first_us, first.last_us) == ("GPU 0", 0, 320)
     assert (first.busy_us, first.compute_us, first.memory_us) == (220, 150, 20)
     assert (first.communication_us, first.exposed_us) == (60, 50)
-    assert (second.name, second.busy_us) == ("1", 40)
+    assert (second.name, second.busy_us) == ("GPU 1", 40)
     assert [(k.name, k.work, k.count, k.total_us) for k in content.kernels[:2]] == [
         ("sgemm", "compute", 2, 140),
         ("gelu", "compute", 1, 100),

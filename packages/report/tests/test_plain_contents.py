@@ -290,6 +290,54 @@ def test_a_device_is_the_one_that_its_kernels_name(tmp_path: Path, command: Comm
     ]
 
 
+@pytest.mark.parametrize(
+    ("label", "runtime", "name"),
+    [
+        ({"labels": "MTIA 3"}, "mtia_runtime", "MTIA 3"),
+        ({"labels": "GPU 3"}, "cuda_runtime", "GPU 3"),
+        ({"labels": "GPU 3"}, "xpu_runtime", "XPU 3"),
+        ({"labels": "CPU"}, "cuda_runtime", "GPU 3"),
+        ({"labels": 7}, "cuda_runtime", "GPU 3"),
+        (None, "cuda_runtime", "GPU 3"),
+    ],
+)
+def test_a_device_has_the_name_that_the_trace_gives_it(
+    tmp_path: Path, command: Command, label: object, runtime: str, name: str
+) -> None:
+    said = {"ph": "M", "name": "process_labels", "pid": 3, "tid": 0, "args": label}
+    events = [
+        said,
+        kernel("gemm", 10, 5) | {"pid": 3, "args": {"device": 3}},
+        launch(1, 1) | {"cat": runtime},
+    ]
+    trace(tmp_path / "rank0.json", events)
+    printed = command("report", tmp_path, "--json").json["traces"]
+    assert [row["device"] for row in printed["devices"]] == [name]
+    assert printed["problems"] == []
+
+
+def test_a_stream_that_waits_for_another_does_not_keep_its_device_busy(
+    tmp_path: Path, command: Command
+) -> None:
+    def on_mtia(name: str, start: int, dur: int, stream: int) -> dict[str, object]:
+        return kernel(name, start, dur) | {"cat": "mtia_ccp_events", "tid": stream}
+
+    events = [
+        on_mtia("event_wait", 0, 90, 2),
+        on_mtia("merge", 100, 20, 2),
+        on_mtia("event_record", 120, 5, 2),
+    ]
+    trace(tmp_path / "rank0.json", [*events, on_mtia("merge", 60, 20, 1)])
+    printed = command("report", tmp_path, "--json").json["traces"]
+    (device,) = printed["devices"]
+    assert (device["busy_ns"], device["recorded_ns"]) == (40_000, 125_000)
+    kinds = {row["name"]: (row["kind"], row["count"], row["total_ns"]) for row in printed["operators"]}
+    assert kinds["event_wait"] == ("sync", 1, 90_000)
+    assert kinds["event_record"] == ("sync", 1, 5000)
+    assert kinds["merge"] == ("compute", 2, 40_000)
+    assert "event_wait" not in command("report", tmp_path, "--brief").out
+
+
 def test_a_variable_names_further_collectives(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

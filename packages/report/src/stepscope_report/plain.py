@@ -78,7 +78,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def _longest(traces: TraceTables) -> Iterator[str]:
     """Yield the operators and kernels with the longest self time, first of devices, then of hosts."""
-    rows = sorted(traces.operators, key=lambda row: -row.self_ns)
+    rows = sorted((row for row in traces.operators if row.kind != "sync"), key=lambda row: -row.self_ns)
     for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS], *marks_of(rows)[:_MARKS]):
         role = f"{row.role} " if len({other.role for other in rows}) > 1 else ""
         yield f"{role}{short(row.name)} ({row.kind}): {duration(row.self_ns)} in {count(row.count, 'call')}"

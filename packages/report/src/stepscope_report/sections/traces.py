@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TOP = 20
 """Largest number of operators, and also of marks and of kernels, that a report keeps for each role."""
-OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory"]
+OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory", "sync"]
 
 
 class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: OperatorKind
     """Kind of the row. `cpu`: an operator. `mark`: a range named by `record_function`, NVTX or a decorator;
-    its own time is Python code between operators, or waiting. All other kinds are work on devices."""
+    its own time is Python code between operators, or waiting. The other kinds are those of `Kernel.work`."""
     processes: int
     count: int
     self_ns: int
@@ -206,7 +206,7 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
         process=process,
         role=activities[0].info.role,
         rank=activities[0].info.rank,
-        device=f"GPU {name}" if name.isdigit() else name,
+        device=name,
         recorded_ns=sum(map(_recorded_ns, activities)),
         span_ns=_ns(sum(usage.last_us - usage.first_us for usage in devices)),
         busy_ns=_ns(sum(usage.busy_us for usage in devices)),

@@ -22,7 +22,7 @@ from stepscope.files.storage import MAX_BYTES, open_file, read_file, write_atomi
 from stepscope_report.timeline.activity.event_names import GROUP, named_collectives
 from stepscope_report.timeline.readers.contract import GROUP as READERS
 
-FORMAT = 3
+FORMAT = 4
 """Version of the digests' content. Increase it if different content is read from the same trace."""
 SMALLEST = 1 << 16
 """Traces with fewer bytes get no digest, because reading them takes 0.02 s."""

@@ -13,7 +13,9 @@ from stepscope_report.timeline.activity.flops import Flops
 from stepscope_report.timeline.activity.intervals import Pair, unpacked
 from stepscope_report.timeline.readers.chrome import Distributed
 
-Work: TypeAlias = Literal["compute", "communication", "memory"]
+Work: TypeAlias = Literal["compute", "communication", "memory", "sync"]
+"""Kind of a device's work. `sync`: a stream waited for another one, or recorded an event, which does not keep
+the device busy."""
 
 
 class Requests(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ kernel.
 
 This file has more than 500 lines, because the types of events and what each event counts as belong together.
 
-It reads the files that Kineto writes from torch 1.8 to 2.15, for CUDA, ROCm, MTIA and CPU.
+It reads the files that Kineto writes from torch 1.8 to 2.15, for CUDA, ROCm, XPU, MTIA and CPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,14 @@ DEVICE = frozenset(
     )
 )  # fmt: skip
 """Categories of a device's work. Only readers of other formats use `communication`."""
-_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
+_RUNTIME = frozenset(
+    (
+        "cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "xpu_driver",
+        "privateuse1_runtime", "privateuse1_driver", "Runtime",
+    )
+)  # fmt: skip
+_UNITS = {"xpu_runtime": "XPU", "xpu_driver": "XPU"}
+"""{category of calls: name of their devices}, where Kineto labels all devices `GPU 0`, `GPU 1` and so on."""
 _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
 """Names of copies from the host to a device, in Kineto, ROCm and nsys."""
 _NCCL_CALLS = frozenset({"COLL", "P2P"})
@@ -145,8 +152,8 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     dur: _Us = 0.0
 
 
-_ASYNC, _MEMORY = "\0", "\1"
-"""Categories of asynchronous events and of memory events; no slice has them."""
+_ASYNC, _MEMORY, _METADATA = "\0", "\1", "\2"
+"""Categories of asynchronous events, memory events and metadata; no slice has them."""
 
 
 class _Begin(msgspec.Struct, tag_field="ph", tag="b", gc=False):
@@ -258,6 +265,17 @@ class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
     args: _MemoryArgs | None = None
 
 
+class _Metadata(msgspec.Struct, tag_field="ph", tag="M", gc=False):
+    cat: ClassVar[str] = _METADATA
+    name: msgspec.Raw = msgspec.Raw()
+    pid: msgspec.Raw = msgspec.Raw()
+    args: msgspec.Raw = msgspec.Raw()
+
+
+class _ProcessLabels(msgspec.Struct, gc=False):
+    labels: str
+
+
 class _Unread(msgspec.Struct, gc=False):
     """An event of a phase that is not used."""
 
@@ -268,16 +286,15 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], bases=(_Unread,), tag_field="ph", tag=phase, gc=False)
 
 
-Event: TypeAlias = Complete | _Instant | _Begin | _End
-_phases = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
-_unused = [phase for phase in _phases if phase.__struct_config__.tag not in ("b", "e")]
+Event: TypeAlias = Complete | _Instant | _Begin | _End | _Metadata
+_unused = [_nothing(phase) for phase in "stfCBEnNODSTpFPIRcvVa(),"]
 
 
 def _events(slices: type[Complete]) -> Any:
     """Return a decoder of events. Events of unused phases are decoded to structs without fields. The types of
     these structs are made at run time.
     """
-    event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End)
+    event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End | _Metadata)
     return msgspec.json.Decoder(list[event], strict=False).decode
 
 
@@ -323,6 +340,9 @@ class Reading:
         self.events = 0
         self.kernels: dict[str, Kernel] = {}
         self._work, self._linked = DeviceWork(), False
+        self._labels_of: dict[bytes, bytes] = {}
+        """{JSON of a process' id: JSON of the arguments of its `process_labels`}."""
+        self._unit = "GPU"
         self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
         """{name of a device's kernel, or of a call on the CPU such as `gloo:all_reduce`: times}. The times
@@ -447,6 +467,7 @@ class Reading:
             **dict.fromkeys((*_ANNOTATIONS, *_SYNCS, "Trace"), put_special),
             _ASYNC: self._asynchronous,
             _MEMORY: self._instant,
+            _METADATA: self._metadata,
         }
         put = put_of.get
         for event in events:
@@ -635,15 +656,20 @@ class Reading:
         if not self._linked:  # slices of other readers may stand for graphs or groups of launches
             self._launches.ran(work.rows.correlations, work.rows.starts)
         talks = {number for number, kind in enumerate(works) if kind == "communication"}
+        syncs = {number for number, kind in enumerate(works) if kind == "sync"}
         copies = {number for number, name in enumerate(known) if _TO_DEVICE.search(name)} - talks
-        told = talks | copies
+        told = talks | copies | syncs
         for start, dur, number in zip(work.rows.starts, work.rows.durs, work.rows.names, strict=True):
             if number not in told:
                 continue
-            if number in copies:
+            if number in syncs:
+                self.seen(start, start + dur)
+            elif number in copies:
                 self._steps.add_copy(start, dur)
             else:
                 self.collectives[known[number]].extend((start, start + dur))
+        if syncs:
+            self._work.leave_out(syncs)
         return works
 
     def _ran(self, name: str, category: str, start: float, dur: float) -> None:
@@ -659,6 +685,7 @@ class Reading:
     def _calls(self, events: Sequence[Complete], starts_us: Sequence[float], durs: Sequence[float]) -> None:
         """Add calls into the runtime of a device."""
         self._runtime = self._runtime or bool(events)
+        self._unit = next((_UNITS[call.cat] for call in events if call.cat in _UNITS), self._unit)
         names, numbers = [event.name for event in events], [said.correlation for said in _all_facts(events)]
         callers = self._threads(events)
         self._host.launched(numbers, starts_us, callers)
@@ -690,6 +717,23 @@ class Reading:
             self._steps.add(event.name, event.ts, event.dur)
         self._labels.add(name, event.ts, event.dur, thread)
 
+    def _metadata(self, event: _Metadata) -> None:
+        if bytes(event.name) == b'"process_labels"':
+            self._labels_of[bytes(event.pid)] = bytes(event.args)
+
+    def _names_of_devices(self) -> dict[int | str, str]:
+        """Return {device: its name}: the device's `process_labels` such as `MTIA 9`, or else `GPU 9`."""
+        names = dict[int | str, str]()
+        for track in self._work.tracks:
+            key = track.device
+            names.setdefault(key, f"{self._unit} {key}" if str(key).isdigit() else str(key))
+            with suppress(msgspec.DecodeError):
+                args = self._labels_of.get(msgspec.json.encode(track.row[0]), b"")
+                label = msgspec.json.decode(args, type=_ProcessLabels).labels
+                if label.endswith(f" {key}") and not label.startswith("GPU "):
+                    names[key] = label
+        return names
+
     def _instant(self, event: _Instant) -> None:
         if event.name == "[memory]" and event.args is not None:
             self._memory(event.ts, event.args)
@@ -718,7 +762,8 @@ class Reading:
         order_of = None if self._linked else self._launches.stream
         streams = self._work.by_stream([work == "compute" for work in works], order_of)
         covers = self._devices(works)
-        devices = [_device(key, covers[key]) for key in sorted(covers, key=_by_name)]
+        names = self._names_of_devices()
+        devices = [_device(names[key], covers[key]) for key in sorted(covers, key=_by_name)]
         for device in devices:
             self.seen(device.first_us, device.last_us)
         calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
@@ -755,7 +800,7 @@ class Reading:
             waiting_us=length(ran.leave(on_cpu)),
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
             devices=devices,
-            streams=[Stream(str(device), us) for (device, _), us in streams.items()],
+            streams=[Stream(names[device], us) for (device, _), us in streams.items()],
             sized=list(self.sized.values()),
             collectives=[_collective(name, times) for name, times in sorted(self.collectives.items())],
             grouped=[
@@ -827,13 +872,13 @@ def _covers(kernels: DeviceKernels, works: Sequence[Work]) -> dict[Work, Stretch
     return {work: Stretches(compress(next(pairs), map(work.__eq__, works))) for work in dict.fromkeys(works)}
 
 
-def _device(key: int | str, stretches: dict[Work, Stretches]) -> Device:
+def _device(name: str, stretches: dict[Work, Stretches]) -> Device:
     nothing = Stretches()
     compute, communication = stretches.get("compute", nothing), stretches.get("communication", nothing)
     memory = stretches.get("memory", nothing)
     exposed_us = length(compute.leave(communication))
     return Device(
-        name=str(key),
+        name=name,
         first_us=min(some.first for some in stretches.values()),
         last_us=max(some.last for some in stretches.values()),
         busy_us=compute.length + exposed_us + length(communication.leave(compute.leave(memory))),
@@ -855,6 +900,6 @@ def _collective(name: str, times: array[float]) -> Collective:
 
 def _device_name(kind: int, number: int) -> str:
     # c10::DeviceType
-    names = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 20: "npu"}
+    names = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "npu"}
     name = names.get(kind, f"device type {kind}")
     return name if name == "cpu" else f"{name}:{number}"

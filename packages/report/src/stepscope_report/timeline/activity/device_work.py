@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import compress, islice
 from operator import add, le
 from typing import Any, NamedTuple
@@ -141,6 +141,13 @@ class DeviceWork:
                 if dur > longest[name]:
                     longest[name] = dur
         return list(map(Totals, counts, sums, longest))
+
+    def leave_out(self, names: Container[int]) -> None:
+        """Remove all work with these names."""
+        kept = Rows(), Rows()
+        for rows, own in zip((self.rows, self.beyond), kept, strict=True):
+            own.take(rows, [name not in names for name in rows.names])
+        self.rows, self.beyond = kept
 
     def by_stream(
         self, computes: Sequence[bool], order_of: Callable[[tuple[int | str, int | str]], Stream] | None

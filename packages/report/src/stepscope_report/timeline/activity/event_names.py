@@ -32,6 +32,8 @@ _COMMUNICATION = re.compile(
 """Names of kernels that communicate: of NCCL, RCCL, MSCCL, HCCL, vLLM, SGLang, flashinfer, DeepEP and
 torch's symmetric memory."""
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
+_SYNC = frozenset({"event_wait", "event_record"})
+"""Names of a stream's own events on MTIA."""
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
 """Name such as `execute_context_2(512)_generation_6(6)`. With `detailed_trace_annotation`, the parentheses
@@ -56,7 +58,7 @@ def work_of(cat: str, name: str) -> Work:
         return "communication"
     if cat.lower() in ("gpu_memcpy", "gpu_memset", "memcpy", "memset") or _MEMORY.match(name):
         return "memory"
-    return "compute"
+    return "sync" if name in _SYNC else "compute"
 
 
 def named_collectives() -> str:
