@@ -172,6 +172,19 @@ def test_of_roles_that_nobody_wrote_a_capture_without_a_profiler_is_a_warning(
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     (warning,) = step["health"]["warnings"]
     assert "no profiler ran" in warning
+    with capture(2, config=config_of(tmp_path).replace(steps=[2]), workers={}):
+        pass
+    run(["ls", str(tmp_path)])
+    assert capsys.readouterr().out.count("no profiler ran") == 1  # a line for both steps
+
+
+def test_where_no_profiler_is_installed_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(selection.LIBRARY, "torch", "a_library_that_is_absent")
+    result = captured(config_of(tmp_path), workers={})
+    assert manifest_of(result).warnings() == []
+    assert "no profiler" not in caplog.text
 
 
 def test_a_rank_that_closes_before_the_others_opened_says_nothing_of_them(

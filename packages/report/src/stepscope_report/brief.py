@@ -179,6 +179,7 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
         why = read_first([*others, report])[1]
         yield f"Chosen of {len(others) + 1:,} captured steps because {why}; the others took {extent}"
     yield say_complete(health) if health.complete else say_incomplete(health)
+    yield from (f"Warning: {line}" for line in health.warnings[:1])
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
         yield ". ".join(notes)
     if not report.tracer:

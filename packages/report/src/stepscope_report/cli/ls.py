@@ -19,11 +19,12 @@ from stepscope.files.storage import size_below
 from stepscope_report.cli import screen
 from stepscope_report.cli.command import Exit
 from stepscope_report.cli.find import find_numbered
-from stepscope_report.formatting import duration, middle, moment, size
+from stepscope_report.formatting import duration, middle, moment, numbers, size
 from stepscope_report.near import Neighbours, is_longer
 from stepscope_report.sections.baseline import between_near
 from stepscope_report.sections.cause import Cause, cause_of
 from stepscope_report.sections.health import say_deaths, step_health
+from stepscope_report.table import grouped
 from stepscope_report.terminal_blocks import listing, table
 from stepscope_report.timeline import Timeline, load_step
 
@@ -188,7 +189,13 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     }
     for title, lines in lists.items():
         if lines:
-            yield listing(title, [f"step {row.step}: {line}" for row, line in lines])
+            of_line = grouped(lines, lambda line: line[1])
+            yield listing(title, [f"{_steps_of(rows)}: {line}" for line, rows in of_line.items()])
+
+
+def _steps_of(lines: Sequence[tuple[StepRow, str]]) -> str:
+    steps = numbers(row.step for row, _ in lines)
+    return f"step{'' if steps.isdecimal() else 's'} {steps}"
 
 
 def _out_of_memory(shortages: Sequence[OutOfMemory]) -> Iterator[RenderableType]:

@@ -461,7 +461,7 @@ def clock_notes(health: Health) -> list[str]:
 
 def say_complete(health: Health) -> str:
     until = "" if health.user_error is None else ", up to where the capture ended"
-    but = f"; {count(len(health.warnings), 'warning')} below" if health.warnings else ""
+    but = f"; {count(len(health.warnings), 'warning')}" if health.warnings else ""
     return f"Complete: nothing is missing, dropped or broken{until}{but}."
 
 

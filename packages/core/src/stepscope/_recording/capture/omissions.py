@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
 from stepscope._recording.process.manifest_part import ManifestPart
+from stepscope._recording.session.selection import is_installed
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._fields import closest
 from stepscope.config._profile import DEFAULT_ROLES
@@ -91,7 +92,8 @@ def enter_unmatched(
             manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
     # If `ranks` leaves out a rank, the profiler may run in other ranks, whose parts may not be on this host.
     by_rank = any(_is_left_out(config, part) for part in parts)
-    why_none = None if unmatched or by_rank else no_profiler(config, parts)
+    nothing_lost = config.roles == DEFAULT_ROLES and not is_installed(config.tool)
+    why_none = None if unmatched or by_rank or nothing_lost else no_profiler(config, parts)
     if why_none is not None:
         failures.warn_once(why_none)
         enter = manifest_part.skip if config.roles == DEFAULT_ROLES else manifest_part.lack

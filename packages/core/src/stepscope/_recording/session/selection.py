@@ -29,6 +29,11 @@ def library_loaded(tool: str) -> bool:
     return find_spec("torch_npu") is None
 
 
+def is_installed(tool: str) -> bool:
+    """Return whether the library whose work `tool` records can be imported here."""
+    return library_loaded(tool) or find_spec(LIBRARY[tool]) is not None
+
+
 class Decision(NamedTuple):
     """Decision whether a profiler records a process in a captured step. Spans are always recorded."""
 
