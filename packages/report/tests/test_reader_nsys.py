@@ -225,6 +225,33 @@ def test_correlations_of_two_processes_are_not_mixed_up_and_each_has_its_row(fol
     assert all(starts[number] == pid for pid, number in ends.items())
 
 
+def test_a_kernel_without_a_process_has_that_of_the_only_call_with_its_correlation(
+    folder: StepFolder,
+) -> None:
+    folder.process("actor", 1, pid=OTHER).close(100 * MS)
+    rows = tables()
+    rows[KERNEL].append(kernel(5, 6, 9, 77, OTHER, deviceId=1))
+    rows[RUNTIME].append(call(2, 2, 3, 77, OTHER))
+    for row in rows[KERNEL]:
+        del row["globalPid"]
+    result, events = merged(folder, rows)
+    names = {row.pid: row.name for row in result.rows}
+    kernels = [event for event in of(events, "X") if event["cat"] == "kernel"]
+    assert {event["name"]: names[event["pid"]] for event in kernels} == {
+        "gemm<float>": "actor 0", "attention": "actor 1",
+    }  # fmt: skip
+    assert result.problems == ()
+
+
+def test_kinds_of_copies_are_known_to_exports_that_do_not_list_them(folder: StepFolder) -> None:
+    rows = tables()
+    (copy, *_) = rows["CUPTI_ACTIVITY_KIND_MEMCPY"]
+    copy["copyKind"] = 1
+    del rows["ENUM_CUDA_MEMCPY_OPER"]
+    _, events = merged(folder, rows)
+    assert "Memcpy Host-to-Device" in {event["name"] for event in of(events, "X")}
+
+
 def test_an_export_without_a_session_start_is_unaligned(folder: StepFolder) -> None:
     rows = tables()
     del rows["TARGET_INFO_SESSION_START_TIME"]
@@ -244,7 +271,7 @@ def test_a_column_that_another_version_lacks_costs_what_it_says(folder: StepFold
     (gemm,) = (event for event in of(events, "X") if event["cat"] == "kernel")
     assert gemm["name"] == "gemm<float>"
     assert at_ns(result, gemm) == 5
-    assert len(of(events, "s")) == (1 if column in ("globalPid", "correlationId") else 2)
+    assert len(of(events, "s")) == (1 if column == "correlationId" else 2)
 
 
 @pytest.mark.parametrize("table", sorted(tables()))

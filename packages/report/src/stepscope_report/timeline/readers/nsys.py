@@ -61,6 +61,10 @@ NO_RANGES = (
     "another step"
 )
 NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
+_COPY_KINDS: dict[object, str] = dict(
+    zip((1, 2, 8, 9), ("Host-to-Device", "Device-to-Host", "Device-to-Device", "Host-to-Host"), strict=True)
+)
+"""Kinds of copies as CUPTI numbers them (`CUpti_ActivityMemcpyKind`), for exports that do not list them."""
 _Key: TypeAlias = tuple[object, ...]
 
 
@@ -173,8 +177,10 @@ class _Export:
             if "StringIds" not in self._columns:
                 raise RecordError("it holds no export of nsys (no StringIds)")
             failing.pop_all()
-        self._linked = False
-        """True if the temporary tables link each device event to the call that launched it."""
+        self._owned = self._linked = False
+        """True if temporary tables have the process of each correlation, and link each device event to the
+        call that launched it.
+        """
 
     def close(self) -> None:
         self._database.close()
@@ -196,7 +202,9 @@ class _Export:
     def _origin(self) -> Origin:
         began = self._first(START, "utcEpochNs")
         self._since_ns = began if isinstance(began, int) and is_wall(began) else 0
-        pids = sorted({_pid_of(process) for process in self._processes()})
+        processes = self._processes()
+        self._only = next(iter(processes)) if len(processes) == 1 else None
+        pids = sorted(map(_pid_of, processes))
         missing = f"the export does not say when its session began ({START}.utcEpochNs)"
         return Origin(
             clock="realtime" if self._since_ns else "unknown",
@@ -248,17 +256,24 @@ class _Export:
 
     def _link(self) -> Iterator[Event]:
         """Store on disk the first device event that each call launched, because arrows connect the two."""
-        linked = [device.table for device in DEVICES if self._has(device.table, "correlationId", "globalPid")]
+        linked = [device.table for device in DEVICES if self._has(device.table, "correlationId")]
         if not linked or not self._has(RUNTIME, "correlationId", "globalTid"):
             return
         run = self._database.execute
+        run("CREATE TEMP TABLE owners (correlation INT PRIMARY KEY, process INT)")
+        if not all(self._has(table, "globalPid") for table in linked):
+            run(
+                f"INSERT INTO owners SELECT correlationId, min(globalTid & {PROCESS}) FROM {RUNTIME}"
+                f" GROUP BY 1 HAVING min(globalTid & {PROCESS}) = max(globalTid & {PROCESS})"
+            )
+        self._owned = True
         for table in ("launched", "called"):
             columns = "process INT, correlation INT, at INT, PRIMARY KEY (process, correlation)"
             run(f"CREATE TEMP TABLE {table} ({columns}) WITHOUT ROWID")
         for table in linked:
             run(
-                f"INSERT INTO launched SELECT globalPid, correlationId, min(start) FROM {table}"
-                " WHERE globalPid IS NOT NULL AND correlationId > 0 GROUP BY 1, 2"
+                f"INSERT INTO launched SELECT {self._owner(table)} AS owner, correlationId, min(start)"
+                f" FROM {table} t WHERE owner IS NOT NULL AND correlationId > 0 GROUP BY 1, 2"
                 " ON CONFLICT DO UPDATE SET at = min(at, excluded.at)"
             )
         run(
@@ -269,6 +284,17 @@ class _Export:
         run(f"DELETE FROM launched WHERE NOT {matched}")
         self._linked = True
         yield from ()
+
+    def _owner(self, table: str) -> str:
+        """Return the SQL expression of the process of a row `t` of a device's table: `globalPid`, or else the
+        export's only process, or else the only process with a call of the row's correlation. NULL if unknown.
+        """
+        stated = "t.globalPid" if self._has(table, "globalPid") else "NULL"
+        if self._only is not None:
+            return f"coalesce({stated}, {self._only})"
+        if stated == "NULL" and self._owned and self._has(table, "correlationId"):
+            return "(SELECT process FROM temp.owners WHERE correlation = t.correlationId)"
+        return stated
 
     def _nvtx(self) -> Iterator[Event]:
         """Yield ranges and marks. Started ranges are on a track per process, pushed ranges and marks on a
@@ -303,7 +329,7 @@ class _Export:
 
     def _runtime(self) -> Iterator[Event]:
         wanted = ("nameId", "globalTid", "correlationId", "returnValue")
-        linked = self._at_link(RUNTIME, "called", f"globalTid & {PROCESS}")
+        linked = self._at_link(RUNTIME, "called", f"(t.globalTid & {PROCESS})")
         for start, end, name_id, thread, correlation, returned, first in self._rows(RUNTIME, wanted, *linked):
             if not self._is_sound(start, end):
                 continue
@@ -317,10 +343,10 @@ class _Export:
 
     def _device(self, device: DeviceTable) -> Iterator[Event]:
         kinds = self._copy_kinds() if device.category == "gpu_memcpy" else {}
-        wanted = ("globalPid", *device.names, *device.args.values())
-        named = len(device.names)
-        linked = self._at_link(device.table, "launched", "globalPid")
-        for start, end, process, *values, first in self._rows(device.table, wanted, *linked):
+        wanted = (*device.names, *device.args.values())
+        named, owner = len(device.names), self._owner(device.table)
+        linked = self._at_link(device.table, "launched", owner)
+        for start, end, *values, first, process in self._rows(device.table, wanted, *linked, owner):
             if not self._is_sound(start, end):
                 continue
             args = {
@@ -362,9 +388,9 @@ class _Export:
         """Return (SQL join, SQL expression that is true for the first row of each correlation), for
         `_rows`.
         """
-        if not self._linked or not self._has(table, process.split()[0], "correlationId"):
+        if not self._linked or not self._has(table, "correlationId"):
             return "", "NULL"
-        join = f"l.process = t.{process} AND l.correlation = t.correlationId"
+        join = f"l.process = {process} AND l.correlation = t.correlationId"
         return f"LEFT JOIN temp.{first} l ON {join}", "l.at = t.start"
 
     def _is_sound(self, start: int, end: object) -> bool:
@@ -430,9 +456,9 @@ class _Export:
                 if name := text or self._string(text_id):
                     yield number, name
 
-    def _copy_kinds(self) -> dict[object, str]:
+    def _copy_kinds(self) -> Mapping[object, str]:
         if not self._has("ENUM_CUDA_MEMCPY_OPER", "id", "label"):
-            return {}
+            return _COPY_KINDS
         return dict(self._database.execute("SELECT id, label FROM ENUM_CUDA_MEMCPY_OPER"))
 
     def _has(self, table: str, *columns: str) -> bool:
