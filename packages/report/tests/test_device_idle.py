@@ -75,6 +75,34 @@ def test_a_planted_culprit_is_the_cause_of_the_gap(tmp_path: Path, command: Comm
         assert rows[kind]["call"] == "cudaStreamSynchronize in aten::item"
 
 
+@pytest.mark.parametrize(("loads", "kind"), [((5, 90), "data loader"), ((5, 20), "edges")])
+def test_a_first_batch_that_is_slow_has_a_cause(
+    tmp_path: Path, command: Command, loads: tuple[float, float], kind: str
+) -> None:
+    loader = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    events = [
+        on_host("user_annotation", "ProfilerStep#1", 0, 300),
+        on_host("user_annotation", loader, *loads),
+        on_host("python_function", FRAME, 0, 300),
+        *launched(100, 200, 1, 95),
+    ]
+    trace(tmp_path / "rank0.json", events)
+    printed = command("report", tmp_path, "--json").json
+    (before,) = (row for row in printed["gaps"] if row["kind"] == kind)
+    assert before["longest_ns"] == 100_000
+    assert before["place"] == (FRAME if kind == "data loader" else "")
+    (step,) = printed["traces"]["steps"]
+    assert step["gaps"][kind] == (100_000 if kind == "data loader" else 200_000)
+
+
+@pytest.mark.parametrize("kind", ["garbage collection", "data loader"])
+def test_a_gap_behind_the_last_kernel_has_a_cause(tmp_path: Path, command: Command, kind: str) -> None:
+    step = on_host("user_annotation", "ProfilerStep#1", 0, 200)
+    trace(tmp_path / "rank0.json", [step, *launched(1, 100, 1, 0), *CULPRITS[kind]])
+    rows = {row["kind"]: row["total_ns"] for row in command("report", tmp_path, "--json").json["gaps"]}
+    assert rows[kind] == 100_000
+
+
 def test_gaps_of_a_step_add_up_to_its_idle_time(tmp_path: Path, command: Command) -> None:
     chance, at, events = random.Random(3), 40.0, list[Json]()
     for number in range(300):

@@ -40,8 +40,8 @@ GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 that copies. `collective`: the program was in a collective on the CPU. `slow launches`: operators ran on the
 CPU, and launched more slowly than the device ran. `no operator`: no operator ran. `queued`: the next kernel
 had been launched, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not
-recorded. `edges`: the time before the first and after the last kernel of the recording. The other causes are
-named for the call that the program was in."""
+recorded. `edges`: the time before the first and after the last kernel of the recording, unless a call of
+another cause took most of it. The other causes are named for the call that the program was in."""
 ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 """Causes that HolisticTraceAnalysis calls `host_wait`."""
 
@@ -277,10 +277,10 @@ class Host:
         )
         for device in self.devices.values():
             begun, ended = max(first, min(device.starts)), max(first, max(device.ends))
-            gaps.add_edge(first, begun)
+            judge.judge_edge(first, begun, gaps)
             for rows in device.gaps(begun, *self.launches_of(device.correlations)):
                 judge.judge(rows, gaps)
-            gaps.add_edge(ended, last)
+            judge.judge_edge(ended, last, gaps)
         threads = gaps.threads
         gaps.calls, gaps.places = (array("i", [_NO_TEXT]) * len(threads) for _ in range(2))
         for number, name in judge.synced.items():
@@ -341,11 +341,6 @@ class Gaps:
         """The thread that caused each gap, or -1."""
         self.calls, self.places = array("i"), array("i")
         """Number in `texts` of each gap's `DeviceGaps.call`, and of its `DeviceGaps.place`."""
-
-    def add_edge(self, start: float, end: float) -> None:
-        """Add the time before the first or after the last kernel, unless it is empty."""
-        if start < end:
-            self.extend([start], [end], [start], [EDGES], [_NO_THREAD])
 
     def extend(self, *columns: Sequence[Any]) -> None:
         """Add gaps, given as columns: starts, ends, `at`, `kinds`, `threads`."""
@@ -450,6 +445,14 @@ class _Judge:
             add_kind(kind)
             add_moment(moment)
         gaps.extend(starts, ends, moments, kinds, by)
+
+    def judge_edge(self, start: float, end: float, gaps: Gaps) -> None:
+        """Add the time before the first or after the last kernel, unless it is empty. The cause is the kind
+        of call that was open for more than half of the time, such as a data loader, or else `edges`.
+        """
+        if start < end:
+            kind = self._holders([start], [end]).get(0, EDGES)
+            gaps.extend([start], [end], [(start + end) / 2], [kind], [self._main])
 
     def _holders(self, starts: Sequence[float], untils: Sequence[float]) -> dict[int, int]:
         """Return {number of a gap: number of the kind of call that was open for more than half of the gap}.
