@@ -354,7 +354,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
         if node is None:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
-        longer = is_longer(call.dur_ns or 0, usual_call_ns)
+        longer = call.dur_ns is not None and is_longer(call.dur_ns, usual_call_ns)
         cut_off = any(  # the death of the process ended the call, so its real duration is unknown
             names.label_of(span) == label
             for span in timeline.spans
