@@ -240,6 +240,29 @@ def test_steps_of_two_recordings_are_compared_and_gated(tmp_path: Path, command:
     command("diff", *slow, "--stage", "backward", "--fail-above", "10%")
 
 
+def test_labels_within_steps_are_compared(tmp_path: Path, command: Command) -> None:
+    def recorded(name: str, long: float) -> Path:
+        events = [on_host("user_annotation", "warm up", 0, 90 + long)]
+        for number, at in enumerate((200, 500, 800)):
+            events += [
+                on_host("user_annotation", f"ProfilerStep#{number}", at, at + 300),
+                on_host("user_annotation", "encoder", at + 10, at + 20 + long),
+                on_host("user_annotation", "vision", at + 11, at + 12 + long * number),
+            ]
+        return trace(tmp_path / name / "rank0.json", events).parent
+
+    sides = recorded("a", 10), recorded("b", 70)
+    rows = command("diff", *sides, "--json").json["labels"]
+    assert [(row["stage"], row["a"]["wall_ns"], row["b"]["wall_ns"], row["apart"]) for row in rows] == [
+        ("encoder", 20_000, 80_000, True),
+        ("encoder / vision", 11_000, 71_000, False),
+    ]
+    rows = command("diff", *sides, "--json", "--steps-a", "1", "--steps-b", "2").json["labels"]
+    assert [row["delta_ns"] for row in rows] == [130_000, 60_000]
+    for option in ((), ("--markdown",)):
+        assert "encoder / vision" in command("diff", *sides, *option).out
+
+
 def test_phases_of_steps_on_the_cpu_are_compared(tmp_path: Path, command: Command) -> None:
     for name, backward_us in (("a", 300), ("b", 450)):
         events = []

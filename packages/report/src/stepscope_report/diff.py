@@ -77,6 +77,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[Change, ...] = ()
     """Changes of times that overlap the lines, such as the forward pass. Empty unless both sides are traces
     that stepscope did not write."""
+    labels: tuple[Change, ...] = ()
+    """Changes of the CPU time of labels, the largest change first. Empty as `phases`."""
     kernels: KernelDiff | None = None
     """The changes of kernels, or None if the traces were not read."""
 

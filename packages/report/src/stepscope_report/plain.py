@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -41,6 +41,7 @@ from stepscope_report.sections.traces import (
     short,
 )
 from stepscope_report.table import Block, Listing, TextTable
+from stepscope_report.timeline.activity.nesting import STEP_LABEL
 from stepscope_report.timeline.activity.traces import Traces, place_traces
 from stepscope_report.timeline.clocks import is_wall
 from stepscope_report.timeline.plain import PlainStep
@@ -115,6 +116,7 @@ class Plain:
     def __init__(self, step: PlainStep) -> None:
         self._timeline = step.timeline
         traces = _alone(place_traces(step.files, step.contents, step.timeline))
+        self._activities = traces.activities
         self._report: StepReport = step_report(step.timeline, traces)
         tables = self._report.traces
         self._advice = (
@@ -134,6 +136,17 @@ class Plain:
     def steps(self) -> Sequence[ProfilerStepRow]:
         """Return the steps of all processes. Empty if no trace has steps."""
         return () if self._report.traces is None else self._report.traces.steps
+
+    def labels(self) -> dict[int, dict[str, float]]:
+        """Return {number of a step: {label with the labels around it: ns on the CPU}}, summed over the
+        processes, without the labels of steps themselves.
+        """
+        sums = defaultdict[int, dict[str, float]](lambda: defaultdict(float))
+        for label in chain.from_iterable(activity.content.labels for activity in self._activities):
+            name = " / ".join(part for part in label.path if part != STEP_LABEL)
+            for number, us in label.steps.items() if name else ():
+                sums[number][name] += us * 1000
+        return sums
 
     def names(self) -> str:
         """Return the names of the ranges with the most time as one text, for a message."""
@@ -280,6 +293,8 @@ class PlainSteps(msgspec.Struct, frozen=True, kw_only=True):
     """{number of the step: {part: ns}}. The parts of a step add up to it."""
     beside: Mapping[int, Mapping[str, float]]
     """{number of the step: {name: ns}} of times that overlap the parts."""
+    labels: Mapping[int, Mapping[str, float]]
+    """{number of the step: {label with the labels around it: ns on the CPU}}."""
     complete: bool
 
     @property
@@ -296,19 +311,19 @@ class PlainSteps(msgspec.Struct, frozen=True, kw_only=True):
         return GateSteps(whole=False, captured=captured)
 
 
-def plain_steps(
-    name: str, rows: Sequence[ProfilerStepRow], wanted: Callable[[int], bool], *, complete: bool
-) -> PlainSteps:
+def plain_steps(name: str, report: Plain, wanted: Callable[[int], bool]) -> PlainSteps:
     """Return the wanted steps, by number. `parts` is empty if no step is wanted."""
     by_number: dict[int, list[ProfilerStepRow]] = defaultdict(list)
-    for row in rows:
+    labels = report.labels()
+    for row in report.steps:
         if wanted(row.step):
             by_number[row.step].append(row)
     return PlainSteps(
         name=name,
         parts={number: _mean(map(_parts, own), len(own)) for number, own in sorted(by_number.items())},
         beside={number: _mean(map(_beside, own), len(own)) for number, own in by_number.items()},
-        complete=complete,
+        labels={number: _mean(iter([labels[number]]), len(own)) for number, own in by_number.items()},
+        complete=report.complete,
     )
 
 
@@ -343,6 +358,8 @@ def plain_diff(a: PlainSteps, b: PlainSteps) -> Diff:
     changes = [_change(name, "host" if name == _ON_HOST else "device", *parts) for name in names]
     changes.sort(key=lambda change: (-abs(change.delta_ns), change.stage or ""))
     sides = _side(a), _side(b)
+    labels = dict.fromkeys(name for side in (a, b) for times in side.labels.values() for name in times)
+    named = [_change(name, "label", a.labels.values(), b.labels.values()) for name in labels]
     beside = a.beside.values(), b.beside.values()
     known = {name for side in beside for times in side for name, ns in times.items() if ns}
     return Diff(
@@ -351,6 +368,7 @@ def plain_diff(a: PlainSteps, b: PlainSteps) -> Diff:
         delta_ns=sides[1].step_ns - sides[0].step_ns,
         changes=tuple(changes),
         phases=tuple(_change(name, "phase", *beside) for name in _BESIDE if name in known),
+        labels=tuple(sorted(named, key=lambda change: (-abs(change.delta_ns), change.stage or ""))),
     )
 
 

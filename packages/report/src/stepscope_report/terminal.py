@@ -5,7 +5,7 @@ Colour alone carries no meaning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from rich.console import Group, RenderableType
@@ -102,8 +102,9 @@ def _head(report: StepReport) -> Text:
 # A comparison.
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
-_PHASE_COLUMNS = ("phase", ">A", ">B", ">B - A", ">% of A")
+_BESIDE = (">A", ">B", ">B - A", ">% of A")
 _PHASES = "Times of the step that overlap the lines above."
+_LABELS = "Ranges on the CPU by the labels around them. Those that changed most."
 _KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")
 
 
@@ -115,8 +116,10 @@ def render_diff(comparison: Diff) -> RenderableType:
         _diff_head(comparison),
         table("What changed", COLUMNS, _diff_rows(comparison), _diff_note(comparison)),
     ]
-    if comparison.phases:
-        parts.append(table("Phases", _PHASE_COLUMNS, _phase_rows(comparison), _PHASES))
+    parts += [
+        table(title, (title[:-1].lower(), *_BESIDE), rows, note)
+        for title, rows, note in _overlapping(comparison)
+    ]
     grown = comparison.kernels
     if grown is not None:
         parts.append(
@@ -128,16 +131,20 @@ def render_diff(comparison: Diff) -> RenderableType:
 def diff_markdown(comparison: Diff) -> str:
     head = "  \n".join(_diff_head(comparison).plain.splitlines())
     parts = [head, markdown_table(COLUMNS, _diff_rows(comparison)), _diff_note(comparison)]
-    if comparison.phases:
-        parts += [markdown_table(_PHASE_COLUMNS, _phase_rows(comparison)), _PHASES]
+    for title, rows, note in _overlapping(comparison):
+        parts += [markdown_table((title[:-1].lower(), *_BESIDE), rows), note]
     grown = comparison.kernels
     if grown is not None:
         parts += [markdown_table(_KERNEL_COLUMNS, _kernel_rows(grown)), _kernel_note(grown)]
     return "\n\n".join(parts)
 
 
-def _phase_rows(comparison: Diff) -> list[tuple[str, ...]]:
-    return [_diff_row(change, comparison.a.step_ns)[1:6] for change in comparison.phases]
+def _overlapping(comparison: Diff) -> Iterator[tuple[str, list[tuple[str, ...]], str]]:
+    """Yield (title, rows, note) of the tables of times that overlap the lines of the account."""
+    tables = ("Phases", comparison.phases, _PHASES), ("Labels", comparison.labels[:LISTED], _LABELS)
+    for title, changes, note in tables:
+        if changes:
+            yield title, [_diff_row(change, comparison.a.step_ns)[1:6] for change in changes], note
 
 
 def _kernel_rows(grown: KernelDiff) -> list[tuple[str, ...]]:

@@ -106,7 +106,7 @@ def read_plain_steps(path: Path, steps: str | None, option: str, step_mark: str 
             f"one step with --step-mark: {report.names()}"
         )
     wanted = _wanted(steps, option) or (lambda _: True)
-    found = plain_steps(path.name, report.steps, wanted, complete=report.complete)
+    found = plain_steps(path.name, report, wanted)
     if not found.parts:
         present = ", ".join(map(str, sorted({row.step for row in report.steps})))
         raise ConfigError(option, steps, f"steps of the traces: {present}", "name some of these")

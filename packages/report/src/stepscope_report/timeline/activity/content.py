@@ -147,6 +147,8 @@ class LabelTime(msgspec.Struct):
     """Time within the label in which no device was busy, or None without a device."""
     idle: dict[GapKind, float]
     """{cause: time in us of the devices' gaps that were caused in this label, and in no label inside it}."""
+    steps: dict[int, float] = {}
+    """{number of a step: CPU time in us of the ranges that began in this step}."""
 
 
 class Collective(msgspec.Struct):

@@ -814,7 +814,7 @@ class Reading:
             device_names=[properties.name for properties in fields.devices if properties.name is not None],
             steps=steps,
             gaps=by_cause(gaps),
-            labels=self._labels.finish(self._host, gaps),
+            labels=self._labels.finish(self._host, gaps, steps),
             problems=dict(self.notes.counts),
         )
 

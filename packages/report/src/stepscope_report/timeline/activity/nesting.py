@@ -24,7 +24,7 @@ _MARK = "\1"
 BESIDE = 0.002
 """Largest overlap in us of two operators that ran one after the other. `ts` and `dur` are both rounded."""
 _NO_THREAD = -1
-_STEP = re.compile(r"ProfilerStep#\d+")
+_STEP, STEP_LABEL = re.compile(r"ProfilerStep#\d+"), "ProfilerStep*"
 """Names of the steps of torch's profiler, which are counted under one name, as in torch's own tables."""
 _SEQ, _OP_ID = ", seq = ", ", op_id = "
 """Text after the name of an operator in a range of `torch.autograd.profiler.emit_nvtx`."""
@@ -51,7 +51,7 @@ def mark_name(name: str) -> str | None:
     `emit_nvtx`.
     """
     operator = _operator_of(name)
-    return _STEP.sub("ProfilerStep*", name) if operator is None else None
+    return _STEP.sub(STEP_LABEL, name) if operator is None else None
 
 
 def _operator_of(name: str) -> str | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from heapq import merge
 from itertools import chain, pairwise
@@ -50,7 +51,7 @@ _MOST_RANGES = 1 << 16
 class _Node:
     """One label in the tree."""
 
-    __slots__ = ("busy", "count", "cpu_us", "idle", "idle_us", "kernels", "name", "parent", "talked")
+    __slots__ = ("busy", "count", "cpu_us", "idle", "idle_us", "kernels", "name", "parent", "steps", "talked")
 
     def __init__(self, parent: int, name: str) -> None:
         self.parent, self.name = parent, name
@@ -58,6 +59,7 @@ class _Node:
         self.busy: Cover | None = None
         self.talked: Cover | None = None
         self.idle: dict[GapKind, float] = {}
+        self.steps: dict[int, float] = defaultdict(float)
 
 
 class Labels:
@@ -70,15 +72,18 @@ class Labels:
     def add(self, name: str, start: float, dur: float, thread: int) -> None:
         self._ranges[thread].add(start, dur, self._names.number(name))
 
-    def finish(self, host: Host, gaps: Gaps) -> list[LabelTime]:
+    def finish(self, host: Host, gaps: Gaps, steps: Sequence[ProfilerStep]) -> list[LabelTime]:
         """Return the labels as a tree in depth-first order: each label, then the labels inside it, the
         longest first.
+
+        Args:
+            steps: The steps in their order.
         """
         if not self._ranges:
             return []
         busy = Covered(merge(*(zip(d.starts, d.ends, strict=True) for d in host.devices.values())))
         nodes = [_Node(_ROOT, "")]
-        nested = self._nest(nodes, busy)
+        nested = self._nest(nodes, busy, steps)
         main = max(nested, key=lambda thread: len(nested[thread]))
         for node, start, end, talks in self._kernels(host, nested, main):
             own = nodes[node]
@@ -98,10 +103,11 @@ class Labels:
             idle[kind] = idle.get(kind, 0.0) + gaps.ends[number] - gaps.starts[number]
         return _rows(nodes, has_device=bool(host.devices), launched=host.knows_launches)
 
-    def _nest(self, nodes: list[_Node], busy: Covered) -> dict[int, Slices]:
+    def _nest(self, nodes: list[_Node], busy: Covered, steps: Sequence[ProfilerStep]) -> dict[int, Slices]:
         """Add the ranges to the tree `nodes`. Return {thread: ranges, with the index of the node as name}."""
         numbers: dict[tuple[int, int], int] = {}
         nested: dict[int, Slices] = {}
+        begun = [step.start_us for step in steps]
         for thread, ranges in self._ranges.items():
             nested[thread] = of_nodes = Slices()
             still: list[tuple[float, int]] = []
@@ -120,6 +126,9 @@ class Labels:
                 own.count += 1
                 own.cpu_us += end - start
                 own.idle_us += end - start - busy_us
+                at = bisect_right(begun, start) - 1
+                if at >= 0 and start < begun[at] + steps[at].dur_us:
+                    own.steps[steps[at].number] += end - start
                 still.append((end, node))
                 of_nodes.add(start, end - start, node)
         return nested
@@ -178,6 +187,7 @@ def _rows(nodes: list[_Node], *, has_device: bool, launched: bool) -> list[Label
                     kernels=node.kernels,
                     idle_us=node.idle_us if has_device else None,
                     idle=node.idle,
+                    steps=dict(node.steps),
                 )
             )
         below = sorted(children[number], key=lambda at: (nodes[at].cpu_us, nodes[at].name))
