@@ -170,6 +170,22 @@ def test_a_file_in_which_no_time_of_a_kind_can_be_right_is_read(
     assert (problem["what"], problem["events"]) == (OF_NO_TIME, 3)
 
 
+@pytest.mark.parametrize("bounds", [("Begin", "End"), ("Begin",), ("End",)])
+def test_launches_that_a_stream_puts_into_a_graph_are_not_lost(
+    tmp_path: Path, command: Command, bounds: tuple[str, ...]
+) -> None:
+    """A recording may begin or end within the capture of the stream."""
+    times = {"Begin": 1000.0, "End": 3000.0}
+    events = [
+        *(launch(times[bound], -1, f"cudaStream{bound}Capture_v10000") for bound in bounds),
+        *(launch(1010.0 + 10 * n, n) for n in range(100)),
+        launch(4000 if "End" in bounds else 900, 100),
+        launched(4010 if "End" in bounds else 910, 50, 100),
+    ]
+    trace(tmp_path / "rank0.json", events)
+    assert command("report", tmp_path, "--json").json["traces"]["problems"] == []
+
+
 def test_buffers_of_cupti_in_another_order_are_no_doubt(tmp_path: Path, command: Command) -> None:
     kernels = [launched(100.0 * n + 20, 60, n) for n in range(100)]
     launches = [launch(100.0 * n, n) for n in range(100)]

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import compress, count, repeat
+from itertools import compress, count, repeat, zip_longest
 from operator import lt, sub
+
+from stepscope_report.timeline.activity.intervals import Stretches
 
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
@@ -26,6 +29,8 @@ LINKS = frozenset({UNRECORDED, NO_SIZES, SHARED_NUMBER})
 """Checks of torch's validator besides `EARLY` and `UNSYNCED`. Wrong links between events change no time."""
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
+_CAPTURE = re.compile(r"(?:cu|cuda|hip)Stream(Begin|End)Capture")
+"""Calls around the launches that a stream puts into a graph. Such a launch runs no kernel."""
 _PAGE = 1 << 12
 NEVER = float("inf")
 """The start of an id whose start is unknown."""
@@ -241,10 +246,25 @@ class Launches:
     def __init__(self) -> None:
         self._called, self._ran = Starts(), Starts()
         self._streams: dict[tuple[int | str, int | str], Stream] = defaultdict(Stream)
+        self._captures: dict[str, list[float]] = {"Begin": [], "End": []}
 
     def called(self, names: Sequence[str], starts_us: Sequence[float], correlations: Sequence[int]) -> None:
         """Add calls into CUDA or HIP. A call without a correlation has -1."""
         _add_some(self._called, _is_launch, names, starts_us, correlations)
+        captures = {name: match[1] for name in set(names) if (match := _CAPTURE.match(name)) is not None}
+        if captures:
+            for name, start_us in zip(names, starts_us, strict=True):
+                if name in captures:
+                    self._captures[captures[name]].append(start_us)
+
+    def _lost(self, called: Iterable[float], ran: Iterable[float]) -> int:
+        """Return the number of launches without a kernel that no stream put into a graph."""
+        lost = sorted(compress(called, map(NEVER.__eq__, ran)))
+        begun, ended = sorted(self._captures["Begin"]), sorted(self._captures["End"])
+        if ended and (not begun or ended[0] < begun[0]):
+            begun.insert(0, -NEVER)
+        captures = Stretches(zip_longest(begun, ended, fillvalue=NEVER))
+        return len(lost) - sum(bisect_left(lost, end) - bisect_left(lost, begin) for begin, end in captures)
 
     def ran(self, correlations: Sequence[int], starts_us: Sequence[float]) -> None:
         """Add the starts of work on devices, with the correlations of its launches."""
@@ -257,7 +277,7 @@ class Launches:
         """Yield each doubt with its number of events."""
         numbers, called = self._called.columns()
         ran = self._ran.of(numbers)
-        launches, lost = len(called), ran.count(NEVER)
+        launches, lost = len(called), self._lost(called, ran)
         early = sum(map(lt, ran, map(sub, called, repeat(_EARLY_US))))
         if self._ran and lost > _FEW and lost * _SHARE > launches:
             yield LOST, lost
