@@ -208,6 +208,17 @@ def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, command: Command) -
     assert "no baseTimeNanoseconds" in " ".join(command("report", tmp_path, code=3).out.split())
 
 
+def test_one_trace_without_a_host_needs_no_clock(tmp_path: Path, command: Command) -> None:
+    def notes() -> list[object]:
+        processes = command("report", tmp_path, "--json").json["processes"]
+        return [process["clock"]["note"] for process in processes]
+
+    trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)])
+    assert notes() == [None]
+    trace(tmp_path / "rank1.json", [kernel("gemm", 0, 10)], rank=1)
+    assert None not in notes()
+
+
 def test_one_trace_without_a_base_needs_no_clock(tmp_path: Path, command: Command) -> None:
     path = trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)], base_ns=None)
     report = command("report", path, "--json").json

@@ -424,7 +424,7 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
         }
         placed |= zip(run, refine(of_run, so_far, reference, paths.copy), strict=True)
     return [
-        _assumed(placed[index]) if source.info.host == NO_HOST else placed[index]
+        _assumed(placed[index]) if source.info.host == NO_HOST and len(sources) > 1 else placed[index]
         for index, source in enumerate(sources)
     ]
 
