@@ -842,6 +842,7 @@ def test_the_time_since_the_step_before_is_compared_with_that_between_others(tmp
     lines(folder, 9_990, {}, last_ms=9_000)
     cause = some(reported(folder).cause)
     assert (cause.kind, cause.took_ns, cause.usual_ns) == ("between-steps", 1_000 * MS, 10 * MS)
+    assert "); " in cause.sentence  # no colon: it does not explain the step's own time
 
 
 @given(

@@ -216,7 +216,7 @@ def _side(side: Side) -> str:
 def _diff_note(comparison: Diff) -> str:
     note = "A and B: share of the step; B - A adds up. % of A: of A's step."
     if comparison.a.opening_ns or comparison.b.opening_ns:  # 0 in traces of other tools
-        note += f" calls, mean call: A > B.\n{BESIDE}: the capture, outside of the step."
+        note += f" calls, mean call: A → B.\n{BESIDE}: the capture, outside of the step."
     if len(comparison.a.steps) > 1 or len(comparison.b.steps) > 1:
         note += " Per step, by the mean."
     if len(comparison.a.steps) > 1 and len(comparison.b.steps) > 1:

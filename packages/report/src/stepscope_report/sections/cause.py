@@ -506,7 +506,8 @@ def step_cause(timeline: Timeline, explained: Explained) -> Cause | None:
     names = ToolNames(timeline)
     first, *others = (_other(timeline, one, names) for one in explained.suspects[: OTHERS + 1])
     fields = {name: getattr(first, name) for name in first.__struct_fields__}
-    fields["sentence"] = f"{_say_length(timeline, explained)}: {first.sentence}"
+    joint = ";" if first.kind == "between-steps" else ":"  # that time is no part of the step's
+    fields["sentence"] = f"{_say_length(timeline, explained)}{joint} {first.sentence}"
     return Cause(**fields, others=tuple(others))
 
 
