@@ -305,7 +305,7 @@ def test_ranks_that_each_open_captures_agree_on_the_next_step(
 
 def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: ProfileConfig) -> None:
     train(config, range(3))
-    assert not Path(config.save_path).exists()
+    assert not read_listening(RunLayout(config.save_path))
     listening()._write()
     (process,) = read_listening(RunLayout(config.save_path))
     assert (process.pid, process.step) == (os.getpid(), 2)
