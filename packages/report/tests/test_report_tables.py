@@ -256,6 +256,10 @@ def test_durations_have_three_digits_and_a_unit() -> None:
     assert [duration(ns) for ns in times] == [
         "-", "0", "5 ns", "1.50 us", "78.9 us", "456 ms", "1.23 s", "12.3 s", "1235 s", "-11.6 s",
     ]  # fmt: skip
+    near_a_unit = (999, 9_996, 99_960, 999_499, 999_700, 999_999_999)
+    assert [duration(ns) for ns in near_a_unit] == [
+        "999 ns", "10.0 us", "100 us", "999 us", "1.00 ms", "1.00 s",
+    ]  # fmt: skip
 
 
 def test_one_trajectory_at_once_is_singular() -> None:

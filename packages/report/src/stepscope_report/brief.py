@@ -177,7 +177,8 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
         took = [other.breakdown.window_ns for other in others]
         extent = " to ".join(dict.fromkeys((duration(min(took)), duration(max(took)))))
         why = read_first([*others, report])[1]
-        yield f"Chosen of {len(others) + 1:,} captured steps because {why}; the others took {extent}"
+        rest = "the others" if len(others) > 1 else "the other"
+        yield f"Chosen of {len(others) + 1:,} captured steps because {why}; {rest} took {extent}"
     yield say_complete(health) if health.complete else say_incomplete(health)
     yield from (f"Warning: {line}" for line in health.warnings[:1])
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
@@ -187,7 +188,7 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
     yield from filter(None, (say_beside(report.baseline),))
     if health.errors:
         yield f"{count(len(health.errors), 'error')}: {say_span(health.errors[0])}: {health.errors[0].error}"
-    if breakdown.opening_ns + breakdown.closing_ns:
+    if breakdown.opening_ns + breakdown.closing_ns and not (report.baseline and report.baseline.cost_ns):
         cost = duration(breakdown.opening_ns + breakdown.closing_ns)
         yield f"Outside of the step, opening and closing the capture took {cost}"
 

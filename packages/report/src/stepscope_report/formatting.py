@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 
-_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
+from stepscope.files.clock import duration as duration
+
 LISTED = 12
 """Number of lines of a list that are printed. The number of further lines follows, and `--json` has them
 all."""
@@ -16,18 +17,6 @@ STRETCHES = 4
 """Number of stretches of step numbers that are printed."""
 PROFILED = "*: a profiler recorded this process and slowed it."
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-
-
-def duration(ns: int | None) -> str:
-    """Return three digits and a unit: `1.23 s`, `456 ms`, `5 ns`, `0`; or `-` for None."""
-    if ns is None:
-        return "-"
-    for size, unit in _UNITS:
-        if abs(ns) >= size:
-            value = ns / size
-            digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-            return f"{value:.{digits}f} {unit}"
-    return f"{ns} ns" if ns else "0"
 
 
 def percents(parts: Sequence[int], total: int) -> list[str]:
@@ -100,6 +89,11 @@ def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 span`, `2,345 spans`, `3 processes`, `4 trajectories`."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def the_last(number: int, total: int) -> str:
+    """Return `the last of 9`, or `the last 2 of 9`."""
+    return f"the last {f'{number:,} ' if number > 1 else ''}of {total:,}"
 
 
 def size(number: int) -> str:

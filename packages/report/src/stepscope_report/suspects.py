@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Label, Pair, clipped, joined, union_ns
-from stepscope_report.formatting import count, duration, middle
+from stepscope_report.formatting import count, duration, middle, the_last
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
 from stepscope_report.stragglers import skipped_collectives
 from stepscope_report.timeline import Timeline
@@ -662,9 +662,9 @@ class _Lineup:
         if label is not None and took_ns - often_ns > sooner.get(last, 0):
             kind = "slow-tool" if is_tool(*label) else "queue" if waits else kind
         ended = f"ended {duration(held_ns)} after the others"
-        evidence = [f"the last {len(latest)} of {len(roots)} trajectories {ended}"]
+        evidence, because = [f"{the_last(len(latest), len(roots))} trajectories {ended}"], ""
         if sooner.get(last, 0) > took_ns - often_ns:
-            evidence.append(f"the last to end, {span.trajectory}, began {duration(sooner[last])} later")
+            because = f"it began {duration(sooner[last])} later than they did"
             label = None
         elif label is not None:
             often = f"{duration(often_ns)} in the others"
@@ -682,6 +682,7 @@ class _Lineup:
             span.trajectory,
             evidence=tuple(evidence),
             nodes=tuple(latest),
+            because=because,
         )
 
     def _longest_part(

@@ -20,6 +20,21 @@ DRIFT_PPM = 200
 deviate by 100 ppm. A clock that is slewed faster is not modelled."""
 
 
+_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
+
+
+def duration(ns: int | None) -> str:
+    """Return three digits and a unit: `1.23 s`, `456 ms`, `5 ns`, `0`; or `-` for None."""
+    if ns is None:
+        return "-"
+    for size, unit in _UNITS:
+        value = abs(ns) / size
+        if value >= 0.9995:
+            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{ns / size:.{digits}f} {unit}"
+    return f"{ns} ns" if ns else "0"
+
+
 class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
     """One simultaneous reading of a process' clocks, which converts its monotonic times to wall-clock times.
 

@@ -11,7 +11,7 @@ from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUEST
 from stepscope_report.advice import FULL, Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.recording import is_stalled
 from stepscope_report.advice.remedies import changes
-from stepscope_report.formatting import count, duration, few
+from stepscope_report.formatting import count, duration, few, the_last
 from stepscope_report.sections.batches import Batches, thin_end
 from stepscope_report.sections.cause import OtherCause
 from stepscope_report.sections.critical_path import PathPart
@@ -106,7 +106,7 @@ def _thin_facts(evidence: Evidence) -> list[str]:
 def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
     because = [
         (
-            f"the last {tail.last} of {tail.trajectories} trajectories ended {duration(held_ns)} after "
+            f"{the_last(tail.last, tail.trajectories)} trajectories ended {duration(held_ns)} after "
             f"the others: {percentage_of(held_ns, rollout_ns)} of the rollout"
         )
     ]

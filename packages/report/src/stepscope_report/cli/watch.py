@@ -140,8 +140,11 @@ def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
     if view.between_ns is not None and view.between_ns * 100 >= (view.median_ns or 0):
         yield Text(f"  between two steps: {duration(view.between_ns)} (median)")
     if view.stages:
-        rows = [(item.stage, f"{item.last_s:.2f} s", f"{item.median_s:.2f} s") for item in view.stages[:8]]
-        yield table("Stages of the driver", ("stage", ">last step", ">median"), rows)
+        rows = [
+            (item.stage, *(duration(round(s * 1e9)) for s in (item.last_s, item.median_s)))
+            for item in view.stages[:8]
+        ]
+        yield table("Stages of the driver", ("stage", ">last step", ">median"), rows, "Sums over calls.")
     if view.lanes:
         lanes = [
             (lane.role, f"{lane.processes:,}", f"{lane.calls:,}", ", ".join(lane.stages[:4]),
@@ -187,7 +190,7 @@ def _head(view: Live) -> str:
     ended = f"{count(view.steps, 'step')} so far"
     median = ""
     if view.median_ns is not None:
-        median = f", {say_median(view.compared, view.steps)} {duration(view.median_ns)}"
+        median = f"; {say_median(view.compared, view.steps)}: {duration(view.median_ns)}"
     if view.running_ns is None:
         return f"No process answers: the run has ended, or hangs in C. {ended}{median}"
     ratio = "" if not view.median_ns else f", {view.running_ns / view.median_ns:.1f} times the median"

@@ -289,11 +289,9 @@ def say_stage(row: PathStage) -> str:
 
 
 def _note(path: CriticalPath) -> str:
-    if not path.not_known_ns:
+    if path.not_known_ns * 100 < sum(row.wall_ns for row in path.stages):
         return _NOTE
-    return (
-        f"{_NOTE} Not known: {duration(path.not_known_ns)}, because a carrier, a span or a clock is missing."
-    )
+    return f"{_NOTE} Not known: no recorded call explains these {duration(path.not_known_ns)}."
 
 
 def draw_path(path: CriticalPath, page: Page) -> Iterator[Html]:

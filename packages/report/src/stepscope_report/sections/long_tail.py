@@ -15,7 +15,7 @@ import msgspec
 from stepscope_report.accounting import Label, clipped, rank_of, union_ns
 from stepscope_report.charts import pack_trajectories
 from stepscope_report.division import STALLED, divide_spans
-from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, turn
+from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, the_last, turn
 from stepscope_report.html import EMPTY, Colours, Html, draw, illustrated, percent, section, stacked, tag
 from stepscope_report.html.timecharts import lanes
 from stepscope_report.sections import ROLLOUT, Section
@@ -565,7 +565,7 @@ def _say_held(tail: LongTail) -> str:
     share = percent_of(tail.held_ns, tail.rollout_ns)
     fewer = [f"{duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:]]
     return (
-        f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
+        f"The others waited {duration(tail.held_ns)} for {the_last(tail.last, tail.trajectories)} "
         f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end."
         f"{' Of that, ' + ', '.join(fewer) + '.' if fewer else ''}{_say_stalled(tail)}"
     )

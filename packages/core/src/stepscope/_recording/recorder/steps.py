@@ -21,7 +21,7 @@ from stepscope._recording.spans import scopes, slot
 from stepscope._recording.spans.span import Span
 from stepscope.errors import ours
 from stepscope.files import clock, switch
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import ClockAnchor, duration
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, STEP_TOKENS
@@ -139,9 +139,8 @@ class Steps:
         self._long.append(step)
         if is_known or self._seen <= FIRST:
             return None
-        took, usual = took_ns / 1e9, usual_ns / 1e9
-        times = f"{took / usual:.1f} times the median of {len(compared)} steps"
-        return f"it took {took:.3g} s, {times} ({usual:.3g} s)"
+        times = f"{took_ns / usual_ns:.1f} times the median of {len(compared)} steps"
+        return f"it took {duration(took_ns)}, {times} ({duration(usual_ns)})"
 
     def last(self, number: int, *, ended: bool = False) -> list[RecordedStep]:
         """Return the last steps, the oldest first.
