@@ -291,7 +291,7 @@ def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path, caplog: pytes
     assert report.health.user_error == "ValueError: boom"
     assert [row.error for row in report.health.errors] == ["ValueError: boom"]
     assert "(exception: step 3: ValueError: boom). " in text_of(report)
-    assert "The step ended with ValueError" in text_of(report)
+    assert "ended early (ValueError)" in text_of(report)
     assert lines_of(layout)[-1].error == "ValueError: boom"
 
 

@@ -241,5 +241,5 @@ def test_death_is_among_the_reasons_for_what_a_worker_did_not_leave(folder: Step
     timeline = load_step(folder.write())
     unknown, known = why_incomplete(timeline)
     assert re.match("actor.0.: missing: it began, .* it died", unknown)
-    assert known.startswith("actor[1]: missing: actor died: ")
+    assert known.startswith("actor[1]: missing: its process died: ")
     assert step_health(timeline).lost == ("actor[1]",)

@@ -85,6 +85,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """{`rollout` or `train`: tokens per second of the last step that counted tokens}."""
     stages: tuple[StageNow, ...]
     lanes: tuple[Lane, ...]
+    dead: tuple[str, ...] = ()
+    """Names of workers and ranks whose process has ended, while others answered."""
     flights: int
     """Number of trajectories under way."""
     oldest: tuple[Flight, ...]
@@ -99,6 +101,7 @@ def live(
     *,
     recorded: Sequence[Sampled] = (),
     recorded_step: int | None = None,
+    dead: Sequence[str] = (),
 ) -> Live:
     """Return the run at this moment.
 
@@ -107,6 +110,7 @@ def live(
         states: The states of the processes that answered.
         recorded: Counters of the last step on disk that has some.
         recorded_step: The number of that step.
+        dead: Names of processes that have ended while others answered.
     """
     last = list(lines)[-COMPARED:]
     owner = next((state for state in states if state.step_age_ns is not None), None)
@@ -129,6 +133,7 @@ def live(
         tokens_per_s=_tokens_per_s(last),
         stages=tuple(_stages(last)),
         lanes=tuple(_lanes(states)),
+        dead=tuple(dead),
         flights=len(flights) + _left_out(states),
         oldest=tuple(flights[:_NAMED]),
         fleets=tuple(

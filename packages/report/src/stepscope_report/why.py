@@ -80,14 +80,21 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     waits for, such as a lock."""
 
 
-def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) -> Why:
+def why(
+    states: Sequence[ProcessState],
+    fates: Mapping[str, str] | None = None,
+    dead: Mapping[str, str] | None = None,
+) -> Why:
     """Find which open calls wait for which, by the links of carriers and by the waits in stacks.
 
     Args:
         states: The states of at least one process.
         fates: {key of a worker that did not answer: what is known about the worker's process}.
+        dead: {key of a process that died: its name}.
     """
-    answer = _Answer(states, fates or {})
+    dead = {key: name for key, name in (dead or {}).items() if all(key != s.process.key for s in states)}
+    fates = {key: f"{ENDED} (pid {key.rpartition('_pid')[2]})" for key in dead} | dict(fates or {})
+    answer = _Answer(states, fates, dead)
     owner = answer.owner
     culprits, circle, held = answer.culprits()
     return Why(
@@ -106,7 +113,7 @@ def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) 
             for engine in state.engines
         ),
         silent=tuple(answer.silent.values()),
-        fates={name: fates[key] for key, name in answer.silent.items() if fates and key in fates},
+        fates={name: fates[key] for key, name in answer.silent.items() if key in fates},
     )
 
 
@@ -134,20 +141,26 @@ def _say_held(held: int, what: str) -> str:
     return f"; {count(held, 'call')} {'waits' if held == 1 else 'wait'} for {what}" if held else ""
 
 
-def say_held(states: Sequence[ProcessState]) -> str:
-    """Return one line about the call that holds the others; empty without states or calls."""
-    answer = why(states) if states else None
+def say_held(states: Sequence[ProcessState], dead: Mapping[str, str]) -> str:
+    """Return one line about the call that holds the others; empty without states or calls.
+
+    Args:
+        dead: {key of a process that died: its name}.
+    """
+    answer = why(states, dead=dead) if states else None
     return "" if answer is None or not answer.culprits else say_first(answer)
 
 
 class _Answer:
     """The open calls of all processes, and the calls that each call waits for."""
 
-    def __init__(self, states: Sequence[ProcessState], fates: Mapping[str, str]) -> None:
+    def __init__(
+        self, states: Sequence[ProcessState], fates: Mapping[str, str], dead: Mapping[str, str]
+    ) -> None:
         self.states = states
         self.processes = {state.process.key: Process(state) for state in states}
         self.owner = next((state for state in states if state.step_age_ns is not None), states[0])
-        workers = {key: name for state in states for key, name in state.workers.items()}
+        workers = {key: name for state in states for key, name in state.workers.items()} | dict(dead)
         self.silent = {key: name for key, name in workers.items() if key not in self.processes}
         self._fates = fates
         self._ray = RayCalls(states)
@@ -340,10 +353,9 @@ class _Answer:
         for rank in missing:
             other = peers.get(rank)
             if other is None:
-                own = (key for one in self.states if one.run_id == state.run_id for key in one.workers)
-                silent = (key for key in own if key in self.silent)
-                key = next((key for key in silent if key.startswith(f"{call.role}_rank{rank}_")), None)
-                yield self._silent(key or f"{call.role} rank {rank}")
+                role = state.process.role
+                key = next((key for key in self.silent if key.startswith(f"{role}_rank{rank}_")), None)
+                yield self._silent(key or f"{role} rank {rank}")
             else:
                 yield from self._calls_of(other.process.key)
 

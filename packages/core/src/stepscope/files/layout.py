@@ -74,6 +74,12 @@ class RunLayout:
     def listener(self, host: str, pid: int) -> Path:
         return self.listeners / f"{safe(host)}_pid{pid}.json"
 
+    def listener_files(self, host: str | None = None) -> list[Path]:
+        """Return the files of the processes of one host, or of all hosts, that poll or have polled
+        `control`.
+        """
+        return sorted(self.listeners.glob(f"{'*' if host is None else safe(host)}_pid*.json"))
+
     def claimed(self, request_id: str) -> Path:
         """Return the file with the number of the step that a request for `next` captures."""
         return self.listeners / f"{safe(request_id)}.step"

@@ -285,6 +285,19 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """True if the step was still running when it was written."""
 
 
+Fate: TypeAlias = Literal["expected", "gone", "died"]
+"""Fate of a rank without a part, in ascending order of what is known. `expected`: it should write its part.
+`gone`: it has died, perhaps after the step. `died`: it has died, and the step ended with that or later."""
+FATES: tuple[Fate, ...] = ("expected", "gone", "died")
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Another rank of the job, which had not closed this step when the part that lists it was written."""
+
+    process: ProcessInfo
+    fate: Fate
+
+
 class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the manifest that one process writes."""
 
@@ -329,6 +342,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     began: dict[str, str] = {}
     """{`ProcessInfo.key`: name} of the workers that began, each of which should write a part. Set by the
     owner only."""
+    peers: tuple[Peer, ...] = ()
+    """Other ranks of the job that have died or should write a part, if each rank opens its own captures."""
     ended_by: EndedBy | None = None
     """Cause of an early end; None if the capture ended normally or has not ended."""
     error: str | None = None
@@ -353,7 +368,7 @@ class Absent(msgspec.Struct, frozen=True, kw_only=True):
     process: str | None = None
     """`ProcessInfo.key` of the worker, or None if the worker never answered."""
     died: bool = False
-    """True if Ray reported that the worker died."""
+    """True if Ray or a rank on its host reported that the process died in the step."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,9 +395,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> list[str]:
         """Return a line for each item that is missing, partial or failed, with the reason."""
-        lines = self._lines(lambda item: item.state in _TROUBLE)
         absent = [item for part in self.processes for item in part.absent if item.state in _TROUBLE]
-        return lines + [f"{item.name}: {item.state}: {item.reason}" for item in absent]
+        lines = [f"{item.name}: {item.state}: {item.reason}" for item in absent]
+        return lines + self._lines(lambda item: item.state in _TROUBLE)
 
     def awaited(self, *, only: Pending | None = None, but: Pending | None = None) -> list[str]:
         """Return a line for each item that is not there yet, with the reason.

@@ -16,11 +16,13 @@ from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import (
     AWAITED,
+    FATES,
     FORMAT,
     LATE,
     Absent,
     Expectation,
     Manifest,
+    Peer,
     ProcessPart,
     State,
     of_engine,
@@ -70,7 +72,7 @@ _LOST = (
     "it began, but its part of the manifest is not in this folder or cannot be read: it died before it wrote "
     "it, its disk is full, its host does not share this folder, or the file was removed or damaged"
 )
-_LOST_WITH_IT = "actor died: what it recorded of this step is lost with it"
+_LOST_WITH_IT = "its process died: what it recorded of this step is lost with it"
 _DIED = re.compile(r"ActorDiedError: .*\bpid: (\d+)", re.DOTALL)
 """Matches Ray's error, which states the id of the process that died."""
 
@@ -254,7 +256,8 @@ def fold(parts: Sequence[ProcessPart]) -> Manifest:
 
     If the step was captured several times, only the last capture counts.
 
-    A worker that began, according to the owner, but has no part is listed as missing.
+    A worker that began, according to the owner, but has no part is listed as missing. So is a rank that
+    another rank lists as its peer.
 
     Raises:
         RecordError: there are no parts, or the parts belong to several runs or steps.
@@ -264,7 +267,9 @@ def fold(parts: Sequence[ProcessPart]) -> Manifest:
         given = ", ".join(f"step {step} of run {run}" for run, step in sorted(captures)) or "nothing"
         raise RecordError(f"a manifest is folded from the parts of one run and one step; got {given}")
     ((run_id, step),) = captures
-    processes = tuple(sorted(_with_lost(of_the_last(parts)), key=_order))
+    first, *others = sorted(_with_lost(of_the_last(parts)), key=_order)
+    first = msgspec.structs.replace(first, absent=(*first.absent, *_lost_peers([first, *others])))
+    processes = first, *others
     return Manifest(run_id=run_id, step=step, state=worst(_states(processes)), processes=processes)
 
 
@@ -289,6 +294,26 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
             for pid in [key.rpartition("_pid")[2]]
         )
         yield msgspec.structs.replace(part, absent=part.absent + absent) if absent else part
+
+
+def _lost_peers(parts: Sequence[ProcessPart]) -> Iterator[Absent]:
+    """Yield the peers without a part, and those that died before they closed a part that does not say so."""
+    left = {(part.process.role, part.process.rank) for part in parts}
+    ended = (part for part in parts if part.closed or any(item.died for item in part.expected))
+    closed = {(part.process.role, part.process.rank) for part in ended}
+    known: dict[str, Peer] = {}
+    for peer in (peer for part in parts for peer in part.peers):
+        before = known.setdefault(peer.process.key, peer)
+        known[peer.process.key] = max(before, peer, key=lambda one: FATES.index(one.fate))
+    for key, peer in sorted(known.items(), key=lambda item: item[1].process.rank or 0):
+        if (peer.process.role, peer.process.rank) not in (closed if peer.fate == "died" else left):
+            yield Absent(
+                name=f"{peer.process.role} {peer.process.rank}",
+                state="missing",
+                reason=_LOST if peer.fate == "expected" else _LOST_WITH_IT,
+                process=key,
+                died=peer.fate == "died",
+            )
 
 
 def _pids_of_the_dead(error: str | None) -> list[str]:

@@ -19,6 +19,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
+from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage import decode, is_running, private, read_file, read_records, write_atomic
 
 MAX_BYTES = 64 << 10
@@ -94,6 +95,19 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""
     ended_ns: Int | None = None
     """Unix time in ns at which the process stopped listening, or None if it listens or died."""
+    failed: bool = False
+    """True if an exception that nothing caught ended the process."""
+    imported_ns: Int = 0
+    """Wall time at which the process had imported stepscope."""
+    world_size: Int | None = None
+    selects: str = ""
+    """The steps that the process' configuration captures, and its `record`."""
+
+    @property
+    def process(self) -> ProcessInfo:
+        return ProcessInfo(
+            role=self.role, rank=self.rank, world_size=self.world_size, host=self.host, pid=self.pid
+        )
 
 
 def read_requests(path: Path) -> list[Request]:
@@ -146,11 +160,35 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def read_listening(layout: RunLayout) -> list[Listening]:
-    """Return a record for each process that polls, or has polled, this run's `control.json`, in the order of
-    file names.
+def read_listening(layout: RunLayout, host: str | None = None) -> list[Listening]:
+    """Return a record for each process, of one host or all, that polls or has polled this run's
+    `control.json`, in the order of file names.
     """
-    return read_records(sorted(layout.listeners.glob("*.json")), Listening)
+    return read_records(layout.listener_files(host), Listening)
+
+
+_APART_NS = 60 * 10**9
+"""Longest time between the starts of two ranks of one attempt, with the difference of their hosts' clocks."""
+
+
+def peers_of(own: Listening, known: Sequence[Listening]) -> list[Listening]:
+    """Return the other ranks of a process' job among `known`: of each rank the process that began last.
+
+    Ranks of another run, role or earlier attempt are left out.
+    """
+    last: dict[int, Listening] = {}
+    for one in sorted(known, key=lambda one: one.since_ns):
+        is_of_job = (one.run_id, one.role, one.world_size) == (own.run_id, own.role, own.world_size)
+        if one.rank is not None and is_of_job and one.since_ns >= own.imported_ns - _APART_NS:
+            last[one.rank] = one
+    return [] if own.rank is None else [one for rank, one in last.items() if rank != own.rank]
+
+
+def has_died(listening: Listening) -> bool:
+    """Return whether a process was killed or ended by an exception. Return False for a process that was
+    killed on another host.
+    """
+    return listening.failed or (listening.ended_ns is None and has_ended(listening))
 
 
 def has_ended(listening: Listening) -> bool:

@@ -31,15 +31,26 @@ def boot_id() -> str | None:
         return None
 
 
+_PF_EXITING = 0x4
+"""Flag of a process that is ending (Linux's `sched.h`). Its sockets may be closed while it still frees a
+GPU's memory."""
+
+
 def is_running(pid: int) -> bool:
-    """Return whether a process `pid` runs on this machine, under any user."""
+    """Return whether a process `pid` runs on this machine, under any user. A killed process does not run,
+    even if its parent has not read its status yet.
+    """
     try:
         os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        return status[0] not in "ZX" and not int(status[6]) & _PF_EXITING
     except ProcessLookupError:
         return False
-    except ours(OSError, OverflowError):  # a process of another user, or `pid` is too large a number
+    except FileNotFoundError:  # it has ended meanwhile, or the system has no such files
+        return not os.path.exists("/proc/self/stat")
+    # A process of another user, or too large a number.
+    except ours(OSError, OverflowError, IndexError, ValueError):
         return True
-    return True
 
 
 _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{12}$", re.DOTALL)

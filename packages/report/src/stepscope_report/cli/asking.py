@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.layout import RunLayout
+from stepscope.files.requests import has_died, peers_of, read_listening
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import WHY, Order
 from stepscope.files.storage import read_records, write_atomic
@@ -107,6 +108,15 @@ def fates(states: Sequence[ProcessState]) -> dict[str, str]:
             if fate:
                 found[key] = fate
     return found
+
+
+def dead_ranks(layout: RunLayout, states: Sequence[ProcessState]) -> dict[str, str]:
+    """Return {key: name} of the ranks that died, of jobs in which another rank answered."""
+    known = read_listening(layout)
+    answered = {state.process.key for state in states}
+    jobs = {(one.run_id, one.role): one for one in known if one.process.key in answered}
+    dead = (peer for own in jobs.values() for peer in peers_of(own, known) if has_died(peer))
+    return {peer.process.key: f"{peer.role} {peer.rank}" for peer in dead}
 
 
 def _fate(pid: int) -> str | None:

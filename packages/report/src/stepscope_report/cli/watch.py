@@ -19,15 +19,17 @@ from stepscope.files.run import runs_of
 from stepscope.files.steps import recorded_runs
 from stepscope.files.storage import write_atomic
 from stepscope_report.cli import screen
+from stepscope_report.cli.asking import dead_ranks, fates
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import no_run
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.cli.why import ask, say_median, step_lines
-from stepscope_report.formatting import count, duration, turn
+from stepscope_report.formatting import count, duration, few, turn
 from stepscope_report.live import COLUMNS, Fleet, Live, Sampled, live
 from stepscope_report.sections.counters import quantity
 from stepscope_report.terminal_blocks import listing, table
 from stepscope_report.timeline.sources import latest_counters
+from stepscope_report.why import ENDED
 
 BARS = " ▁▂▃▄▅▆▇█"
 _WRITTEN = 5
@@ -70,7 +72,16 @@ def watch(
 def look(layout: RunLayout, every: float) -> Live:
     """Return the present state of the run. Answers of processes are awaited for at most `every` seconds."""
     number, sampled = _last_counters(layout)
-    return live(step_lines(layout), ask(layout, min(1.5, every)), recorded=sampled, recorded_step=number)
+    states = ask(layout, min(1.5, every))
+    workers = {key: name for state in states for key, name in state.workers.items()}
+    ended = {key: workers[key] for key, fate in fates(states).items() if fate.startswith(ENDED)}
+    return live(
+        step_lines(layout),
+        states,
+        recorded=sampled,
+        recorded_step=number,
+        dead=list({**ended, **dead_ranks(layout, states)}.values()),
+    )
 
 
 def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
@@ -133,6 +144,8 @@ def page_of(layout: RunLayout, view: Live, every: float) -> str:
 
 def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
     yield Text(_head(view), style="bold")
+    if view.dead:
+        yield Text(f"Died: {few(view.dead, 4)}", style="bold")
     yield Text(f"  {_bars(view)}")
     if view.tokens_per_s:
         rates = (f"{kind} {rate:,.0f}" for kind, rate in sorted(view.tokens_per_s.items()))
@@ -208,4 +221,5 @@ def _written(layout: RunLayout) -> Iterator[str]:
     for number, step in reversed(list(islice(_steps(layout, run), _WRITTEN))):
         for row in (row for row in rows_of(number, step) if safe(row.run_id or "") == run):
             why = "captured" if row.recorder is None else f"{row.recorder.trigger}: {row.recorder.reason}"
-            yield f"step {number}, {duration(row.wall_ns)}, {why}"
+            died = f"{row.died}; " if row.died else ""
+            yield f"step {number}, {duration(row.wall_ns)}, {died}{why}"

@@ -127,7 +127,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
     lost: tuple[str, ...] = ()
-    """Names of workers that died in the step and left nothing in its folder."""
+    """Names of processes that died in the step and left nothing in its folder."""
+    absent: tuple[str, ...] = ()
+    """Names of other processes that should have left something in the step's folder, and did not."""
     doubts: tuple[str, ...]
     """All reasons why the step is not complete; empty for a complete step."""
     complete: bool
@@ -149,6 +151,8 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         state = "partial"
     parts = () if manifest is None else manifest.processes
     here = {process.info.key for process in timeline.processes}
+    dead = known_dead(timeline)
+    absent = (one for part in parts for one in part.absent if one.state == "missing")
     return Health(
         state=state,
         missing=missing,
@@ -160,14 +164,15 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         user_error=next((part.error for part in parts if part.error is not None), None),
         captures=timeline.captures,
         recorder=None if manifest is None else manifest.recorder,
-        held=say_held(timeline.states),
+        held=say_held(timeline.states, dead),
         broken=(*timeline.problems, *traces),
         dropped=sum(process.dropped or 0 for process in timeline.processes),
         open_spans=_rows(timeline, _never_ended(timeline)),
         errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
         other_steps=_other_steps(timeline),
         processes=_processes(timeline),
-        lost=tuple(name for key, name in _known_dead(timeline).items() if key not in here),
+        lost=tuple(name for key, name in dead.items() if key not in here),
+        absent=tuple(one.name for one in absent if one.process not in here and one.process not in dead),
         doubts=reasons,
         complete=not reasons,
     )
@@ -306,18 +311,19 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
     )
 
 
-def _known_dead(timeline: Timeline) -> dict[str | None, str]:
+def known_dead(timeline: Timeline) -> dict[str, str]:
     """Return {`ProcessInfo.key`: name} of the processes that died before they closed their capture, as their
-    host or Ray reported.
+    host, another rank or Ray reported.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
-    dead = {one.process: one.name for part in parts for one in part.absent if one.died}
+    absent = (one for part in parts for one in part.absent if one.died)
+    dead = {one.process or one.name: one.name for one in absent}
     ended = (part.process for part in parts if any(item.died for item in part.expected))
     return {**dead, **{process.key: process.key for process in ended}}
 
 
 def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
-    dead = _known_dead(timeline)
+    dead = known_dead(timeline)
     return tuple(
         ProcessRow(
             name=process.name,
@@ -481,14 +487,16 @@ def say_again(health: Health) -> str:
 
 def say_deaths(health: Health) -> str:
     """Return the names of up to three processes that died in the step, each with the longest call that the
-    process is known to have been in. Empty if no process died.
+    process is known to have been in, or that left nothing. Empty if there are none.
     """
     dead = [row.name for row in health.processes if row.died]
     calls = {span.process: f"{span.role} {span.stage}" for span in reversed(health.open_spans)}
     said = [f"{name} died" + (f" in {calls[name]}" if name in calls else "") for name in dead]
     said += [f"{name} died" for name in health.lost]
-    more = [f"{count(len(said) - 3, 'process')} more died"] if len(said) > 3 else []
-    return ", ".join([*said[:3], *more])
+    fates = ["died"] * len(said) + ["left no part"] * len(health.absent)
+    said += [f"{name} left no part" for name in health.absent]
+    more = f"{count(len(said) - 3, 'process')} more {' or '.join(dict.fromkeys(fates[3:]))}"
+    return ", ".join([*said[:3], more] if len(said) > 3 else said)
 
 
 def say_ended(health: Health) -> str:
@@ -499,7 +507,7 @@ def say_ended(health: Health) -> str:
     error = plain(health.user_error)
     if health.recorder is not None and plain(health.recorder.reason).endswith(error):
         error = error.partition(":")[0]  # `say_recorder` has its message
-    return f"The {what} ended with {error}: the report covers the time until then"
+    return f"The {what} ended early ({error}): the report covers the time until then"
 
 
 def say_incomplete(health: Health) -> str:

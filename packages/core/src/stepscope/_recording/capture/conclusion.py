@@ -221,10 +221,20 @@ def _enter_omissions(
     """Enter into the manifest which roles and workers the capture probably lacks."""
     manifest_part = session.manifest_part
     omissions.tell_missed(parts)
+    if participants is None and _lacks_a_rank(parts):
+        is_last = not result.is_open_elsewhere(parts, session.process)
+        manifest_part.add_peers(RunLayout(session.config.save_path), in_step=True, all_hosts=is_last)
     if manifest_part.record.absent or manifest_part.state(omissions.WORKERS) is not None:
         return  # an absent worker may have the role
     if _knows_all(session, participants, parts):
         omissions.enter_unmatched(manifest_part, session.config, parts, engines=asked.engines is not None)
+
+
+def _lacks_a_rank(parts: Sequence[ProcessPart]) -> bool:
+    """Return whether a rank of this process' launcher has no part, or died before it closed its part."""
+    _, size = identity.place()
+    ranks = {part.process.key for part in parts if part.owner}
+    return size > 1 and (len(ranks) < size or any(item.died for part in parts for item in part.expected))
 
 
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -225,6 +226,9 @@ class Listener:
             rank=process.rank,
             since_ns=time.time_ns(),
             step=None,
+            imported_ns=identity.IMPORTED_NS,
+            world_size=process.world_size,
+            selects=f"{','.join(map(str, config.steps))} {config.record}",
         )
         self._written: Listening | None = None
         self._is_silent = not config.names_folder and not config.steps
@@ -336,7 +340,9 @@ class Listener:
         return False
 
     def _poll(self) -> None:
-        while not self._stop.wait(self._poll_s):
+        pause_s = self._poll_s if self._itself.rank is None else 0  # other ranks may soon look for this one
+        while not self._stop.wait(pause_s):
+            pause_s = self._poll_s
             try:
                 with self._lock:
                     if not self._stop.is_set():
@@ -378,7 +384,12 @@ class Listener:
         if self._is_silent and not answers:
             return
         record = msgspec.structs.replace(
-            self._itself, step=self._step, run_id=identity.run_id(), answers=answers, ended_ns=ended_ns
+            self._itself,
+            step=self._step,
+            run_id=identity.run_id(),
+            answers=answers,
+            ended_ns=ended_ns,
+            failed=ended_ns is not None and hasattr(sys, "last_value"),
         )
         if record != self._written:
             write_listening(self._layout, record)

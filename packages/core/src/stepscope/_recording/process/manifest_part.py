@@ -16,21 +16,23 @@ import msgspec
 from stepscope._recording.process import failures
 from stepscope.errors import ours
 from stepscope.files.clock import ClockOffset
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import (
     AWAITED,
     Absent,
     Expectation,
     Kind,
     Manifest,
+    Peer,
     Pending,
     ProcessPart,
     State,
     awaited,
 )
 from stepscope.files.manifest_parts import fold, of_the_last, part_files, with_late_files, write_manifest
+from stepscope.files.requests import Listening, has_died, peers_of, read_listening
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage import write_atomic
+from stepscope.files.storage import read_records, write_atomic
 
 
 class ManifestPart:
@@ -70,6 +72,30 @@ class ManifestPart:
         """Add measured clock offsets. Several offsets of one process show its drift."""
         with self._lock:
             self.update(clocks=self._part.clocks + clocks)
+
+    def add_peers(self, layout: RunLayout, *, in_step: bool, all_hosts: bool) -> None:
+        """Add the ranks of this job that have died, and ranks that should leave a part of the step.
+
+        Ranks are known by the files of processes that open captures. A rank whose configuration selects other
+        steps need not leave a part.
+
+        Args:
+            in_step: False if the ranks may have died in a later step.
+            all_hosts: False to look for dead ranks of this host alone, which reads few files.
+        """
+        process, run_id = self._part.process, self._part.run_id
+        own = next(iter(read_records([layout.listener(process.host, process.pid)], Listening)), None)
+        if own is None or own.run_id != run_id:
+            return
+        if not all_hosts and not any(map(has_died, peers_of(own, read_listening(layout, process.host)))):
+            return
+        peers = list[Peer]()
+        for peer in peers_of(own, read_listening(layout)):
+            if has_died(peer):
+                peers.append(Peer(process=peer.process, fate="died" if in_step else "gone"))
+            elif all_hosts and peer.ended_ns is None and peer.selects == own.selects:
+                peers.append(Peer(process=peer.process, fate="expected"))
+        self.update(peers=tuple(peers))
 
     def state(self, name: str) -> State | None:
         with self._lock:

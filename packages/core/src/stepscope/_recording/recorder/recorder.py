@@ -431,11 +431,13 @@ class Recorder:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
         writer = self.writer(order.run_id, order)
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
+        # Each rank that runs the training loop writes its part. Only the first rank logs the step, and looks
+        # for ranks of other hosts.
+        alone = self.process.rank is None
+        first = [step for step in written if alone or create_once(step.layout.logged(self.run_id))]
+        self._add_peers(written, order, first)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
-        for step in written:
-            # Each rank that runs the training loop writes its part, and only the first rank logs the step.
-            if self.process.rank is not None and not create_once(step.layout.logged(self.run_id)):
-                continue
+        for step in first:
             failures.tell(
                 "stepscope: step %d is on record (%s: %s): stepscope report %s",
                 step.part.record.step,
@@ -452,7 +454,15 @@ class Recorder:
             return
         own = self._take([known[step.step] for step in order.steps if step.step in known])
         windows = [window_of(step, now) for step in own]
-        self.writer(order.run_id, order).write(windows, owner=True, began=self.workers)
+        written = self.writer(order.run_id, order).write(windows, owner=True, began=self.workers)
+        self._add_peers(written, order, ())
+
+    def _add_peers(self, written: Sequence[Written], order: Order, first: Sequence[Written]) -> None:
+        """Add the other ranks to the parts of steps. In the steps `first`, ranks of all hosts are added."""
+        for step in written:
+            in_step = step.part.record.step == order.steps[-1].step
+            step.part.add_peers(self.layout, in_step=in_step, all_hosts=step in first)
+            step.part.write()
 
     def writer(self, run_id: str, order: Order | None = None) -> StepWriter:
         """Return a writer for the steps of `order`, or for a step of the run that another process
