@@ -44,8 +44,8 @@ def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: 
     """Record that this step trains on a trajectory (async RL), so that the report can compute its staleness.
 
     Call this where the trainer takes the trajectory out of its queue, in a captured process. The trajectory
-    is consumed under the `policy_version` of the enclosing `span(..., policy_version=)`. Without a capture,
-    and in code compiled by torch.compile, the call does nothing.
+    is consumed under the `policy_version` of the enclosing `span(..., policy_version=)`. Without a capture
+    or the flight recorder, and in code compiled by torch.compile, the call does nothing.
 
     Args:
         trajectory_id: The id that was given to `trajectory`.

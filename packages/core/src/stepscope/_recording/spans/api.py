@@ -35,7 +35,8 @@ def trajectory(
         with trajectory("problem17-3"), turn(0):
             reply = await generate(prompt)
 
-    Without a capture, only the id is stored, so that spans of a capture that opens meanwhile have the id.
+    If neither a capture nor the flight recorder records, only the id is stored, so that spans of a capture
+    that opens meanwhile have the id.
 
     Args:
         trajectory_id: An id that is unique within the run.

@@ -143,7 +143,7 @@ class Scope:
         """Record the end of a span without leaving scopes, because another task or thread is in them."""
 
     def set(self, **attrs: AttrValue) -> None:
-        """Add attributes to the span. Do nothing without a capture."""
+        """Add attributes to the span. Do nothing if neither a capture nor the flight recorder records."""
 
     def add(
         self,
@@ -156,7 +156,7 @@ class Scope:
     ) -> None:
         """Add a finished child span, for work that an engine or a service has measured.
 
-        Without a capture, do nothing.
+        If neither a capture nor the flight recorder records, do nothing.
 
         Args:
             start_ns: Start, on the clock of `time.monotonic_ns()` of this host.
