@@ -73,6 +73,58 @@ else:
 """
 
 
+RANKS = """
+import multiprocessing, os, sys, tempfile
+from stepscope import attach, capture, carrier, configure, profile_step
+
+@profile_step(role="trainer")
+def update(model, place):
+    import torch
+    with attach(place):
+        model(torch.ones(4, 64)).sum().backward()
+
+def rank(number, folder, pipe):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    configure(save_path=f"{folder}/run", steps="1:3")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    for place in iter(pipe.recv, "end"):
+        update(model, place)
+        pipe.send("done")
+    if number == 0:  # a forked child of a rank is no rank
+        child = multiprocessing.get_context("fork").Process(target=in_child)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    dist.destroy_process_group()
+
+def in_child():
+    from stepscope._recording.process.identity import torch_rank
+    assert torch_rank() is None
+
+if __name__ == "__main__":
+    run, context = sys.argv[1], multiprocessing.get_context("spawn")
+    folder = os.path.dirname(run)
+    configure(save_path=run, steps="1:3", roles={"*": {"profiler": "off"}})
+    pipes, ranks = [], []
+    for number in range(2):
+        here, there = context.Pipe()
+        ranks.append(context.Process(target=rank, args=(number, folder, there)))
+        ranks[-1].start()
+        pipes.append(here)
+    for step in range(3):
+        with capture(step):
+            for pipe in pipes:
+                pipe.send(carrier())  # in no span
+            assert [pipe.recv() for pipe in pipes] == ["done", "done"]
+    for pipe in pipes:
+        pipe.send("end")
+    for process in ranks:
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
 def run(code: str, folder: Path, *arguments: str) -> str:
     script = folder / "program.py"
     script.write_text(code)
@@ -120,6 +172,17 @@ def test_a_server_records_what_it_does_for_captured_steps_alone(tmp_path: Path) 
     (part,) = visitors(tmp_path, 1)
     assert [span.stage for span in spans(tmp_path, 1, part)] == ["search", "search"]
     assert set(RunLayout(tmp_path / "run").steps()) == {1}
+
+
+def test_ranks_record_their_step_and_its_collectives_below_a_carrier_without_a_span(tmp_path: Path) -> None:
+    run(RANKS, tmp_path)
+    parts = visitors(tmp_path, 2)
+    assert sorted((part.process.rank, part.process.world_size) for part in parts) == [(0, 2), (1, 2)]
+    for part in parts:
+        recorded = spans(tmp_path, 2, part)
+        assert [span.stage for span in recorded if not span.attrs] == ["update"]
+        assert [span.stage for span in recorded if span.attrs and span.attrs.get("begin_only")]
+    assert set(RunLayout(tmp_path / "run").steps()) == {1, 2}
 
 
 def test_a_process_that_is_not_configured_says_once_that_it_records_nothing(tmp_path: Path) -> None:

@@ -168,6 +168,48 @@ def test_a_rank_that_is_late_for_a_call_with_a_collective_inside_is_named(tmp_pa
     assert [advice.rule for advice in report.advice] == ["straggler"]
 
 
+@pytest.mark.parametrize("more_ms", [0, 150])
+def test_a_late_rank_has_all_of_its_micro_batches_counted(tmp_path: Path, more_ms: int) -> None:
+    """The ranks meet inside the last of four calls, and rank 1 takes longer in each call."""
+    folder = StepFolder(tmp_path)
+    lasts_ms = 10 + 4 * (30 + more_ms)
+    for rank in range(2):
+        trainer, each_ms = folder.process("trainer", rank, owner=True), 30 + more_ms * rank
+        for micro in range(3):
+            begin_ms = 10 + micro * each_ms
+            trainer.span("forward", begin_ms * MS, (begin_ms + each_ms) * MS)
+        call = trainer.span("forward", (10 + 3 * each_ms) * MS, (lasts_ms + 5) * MS)
+        trainer.span(
+            "all_reduce", (10 + 4 * each_ms) * MS, lasts_ms * MS + 1, parent=call,
+            attrs={"wait": True, "group": "0", "sequence": 1},
+        )  # fmt: skip
+    close(folder, (lasts_ms + 10) * MS)
+    cause = reported(folder).cause
+    assert told(cause) == (("late-rank", "trainer 1", "forward", 600) if more_ms else None)
+    if cause is not None:
+        assert (cause.took_ns, cause.usual_ns) == (720 * MS, 120 * MS)
+
+
+@pytest.mark.parametrize("outside_ms", [0, 100])
+def test_a_rank_that_waited_for_its_worker_was_not_late_in_no_call(tmp_path: Path, outside_ms: int) -> None:
+    """Each rank opens its own capture. Rank 0 asks a generator first, and rank 1 waits in a collective."""
+    folder = StepFolder(tmp_path)
+    ranks, begin_ms = [folder.process("trainer", rank, owner=True) for rank in range(2)], 300 + outside_ms
+    place = ranks[0].link(ranks[0].span("wait_rollout", 0, 300 * MS))
+    folder.process("worker").span("decode", 0, 300 * MS, role="rollout", link=place)
+    for rank, trainer in enumerate(ranks):
+        at_ms = 0 if rank else begin_ms
+        update = trainer.span("update", at_ms * MS, (begin_ms + 100) * MS)
+        trainer.span(
+            "all_reduce", (at_ms + 50) * MS, (begin_ms + 50) * MS + 1, parent=update,
+            attrs={"wait": True, "group": "0", "sequence": 1},
+        )  # fmt: skip
+    close(folder, (begin_ms + 110) * MS)
+    cause = reported(folder).cause
+    assert told(cause) == (("late-rank", "trainer 0", None, 100) if outside_ms else None)
+    assert cause is None or re.search("400 ms after trainer 1.* 100 ms shorter", cause.sentence)
+
+
 def updates(root: Path, begun_ms: int) -> StepFolder:
     """Two ranks whose `update` has a collective and work of 10 to 20 ms after it. The second rank begins the
     first one at `begun_ms`, and ends it with the first rank.
@@ -436,6 +478,44 @@ def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_pat
     assert [other.kind for other in cause.others] == ["slow-tool"]
 
 
+def test_a_stage_of_many_short_calls_is_told_by_their_sum(tmp_path: Path) -> None:
+    """One broadcast of 5 ms, and in step 6 a hundred. Only their sum explains that the step is longer."""
+    folder = StepFolder(tmp_path)
+    for number in (4, 5, 6):
+        calls = 100 if number == 6 else 1
+        folder = StepFolder(tmp_path, step=number)
+        owner = folder.process("trainer", owner=True)
+        owner.span("update", 0, 200 * MS)
+        for call in range(calls):
+            owner.span("broadcast", (200 + 5 * call) * MS, (205 + 5 * call) * MS)
+        close(folder, (210 + 5 * calls) * MS)
+        folder.write()
+    cause = some(seen(folder).cause)
+    assert (cause.stage, cause.took_ns, cause.usual_ns) == ("broadcast", 500 * MS, 5 * MS)
+
+
+@pytest.mark.parametrize("took_ms", [300, 800])
+def test_a_step_that_had_more_tokens_says_so(tmp_path: Path, took_ms: int) -> None:
+    """Step 6 has three times the tokens, and takes 300 ms if each token takes as long as before."""
+    folder = StepFolder(tmp_path)
+    for number in (4, 5, 6):
+        tokens, each_ms = (1500, took_ms) if number == 6 else (500, 100)
+        folder = StepFolder(tmp_path, step=number)
+        owner = folder.process("trainer", owner=True)
+        owner.profiled = True
+        owner.span("update", 0, each_ms * MS, attrs={"tokens": tokens})
+        owner.span("step_tokens", each_ms * MS, each_ms * MS, attrs={"train": tokens})
+        close(folder, each_ms * MS)
+        lines(folder, 100, {"trainer/update": 0.1}, tokens={"train": 500})
+        folder.write()
+    report = seen(folder)
+    cause = some(report.cause)
+    assert (cause.stage, cause.took_ns, cause.usual_ns) == ("update", took_ms * MS, 100 * MS)
+    assert some(report.baseline).tokens_ratio == 3.0
+    assert ("1,500 tokens" in cause.sentence) == (took_ms == 300)
+    assert "not-typical" not in rules(report)  # the other captured steps had a profiler, too
+
+
 def test_what_no_stage_explains_is_said_with_its_place(tmp_path: Path) -> None:
     for number in (4, 5):
         tools(tmp_path, step=number).write()
@@ -449,13 +529,19 @@ def test_what_no_stage_explains_is_said_with_its_place(tmp_path: Path) -> None:
 
 
 def lines(
-    folder: StepFolder, took_ms: int, stages: dict[str, float], number: int = 8, last_ms: int | None = None
+    folder: StepFolder,
+    took_ms: int,
+    stages: dict[str, float],
+    number: int = 8,
+    last_ms: int | None = None,
+    tokens: dict[str, int] | None = None,
 ) -> None:
     """The recorder's lines of steps before, and a first one that warms up."""
     step_lines = [
         StepLine(
             step=folder.step + step - number, start_ns=folder.opened_ns - (number - step) * 10**10,
             dur_ns=(last_ms if last_ms and step == number - 1 else took_ms) * MS, stages=stages,
+            tokens=tokens or {},
         )
         for step in range(number)
     ]  # fmt: skip

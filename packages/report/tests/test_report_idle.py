@@ -66,6 +66,19 @@ def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) ->
     assert causes(driver)[0] == ("rollout", "decode", 400)
 
 
+def test_a_rank_works_also_while_a_worker_of_another_rank_does(tmp_path: Path) -> None:
+    """Each rank opens its own capture, and rank 0 has a generator process."""
+    folder = StepFolder(tmp_path)
+    ranks = [folder.process("trainer", rank, owner=True) for rank in range(2)]
+    generator = folder.process("worker")
+    place = ranks[0].link(ranks[0].span("wait_rollout", 0, 200 * MS))
+    generator.span("decode", 0, 200 * MS, role="rollout", link=place)
+    ranks[1].span("forward", 0, 120 * MS)
+    close(folder, 300 * MS)
+    by_process = rows(folder)
+    assert [by_process[f"trainer {rank}"].busy_ns // MS for rank in range(2)] == [0, 120]
+
+
 def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
     """Rollouts for the next step run all the time; those of this one end at 200 ms, its update at 600 ms."""
     work: list[Row] = [

@@ -38,11 +38,12 @@ class Work(NamedTuple):
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
     """Return the spans at `indices` as `Work`. With `names`, each tool has its own label."""
+    driver = driver_of(timeline)
 
     def kind_of(span: Span) -> tuple[Label, int, ReplicaKey | None]:
         own = label_of(span) if names is None else names.label_of(span)
         label = WINDOWS if span.stage == PROFILING else own
-        return label, _tier(timeline, span), _engine(timeline, span)
+        return label, _tier(timeline, span, driver), _engine(timeline, span)
 
     intervals, kinds = intervals_of(timeline, indices, kind_of)
     return Work(
@@ -157,10 +158,18 @@ def _engine(timeline: Timeline, span: Span) -> ReplicaKey | None:
     return _ANY if replica is None else replica
 
 
-def _tier(timeline: Timeline, span: Span) -> int:
+def driver_of(timeline: Timeline) -> int | None:
+    """Return the index of the only owner, whose calls count only while no other process works. None if
+    several processes opened their own captures, because such ranks work as any worker does.
+    """
+    owners = [index for index, process in enumerate(timeline.processes) if process.owner]
+    return owners[0] if len(owners) == 1 else None
+
+
+def _tier(timeline: Timeline, span: Span, driver: int | None) -> int:
     if span.waits:
         return WAITING
-    owner = timeline.processes[span.process].owner
+    owner = span.process == driver
     if timeline.leaves(span):  # nothing in this step waits for the span
         return _LATER_OWNER if owner else _LATER_WORKER
     return _OWNER if owner else _WORKER

@@ -16,7 +16,7 @@ from stepscope.files.storage import read_records
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
 from stepscope_report.holds import preempted_requests
-from stepscope_report.spans import ToolNames, few_names
+from stepscope_report.spans import ToolNames, few_names, whole
 from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, load_step
 
@@ -41,8 +41,16 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     """Median time in ns of a call of each stage, over all processes."""
     rank_ns: Mapping[tuple[Label, str], int] = {}
     """{(stage, name of a process): sum in ns of the stage's calls in this process}."""
+    tokens: Mapping[Label, int] = {}
+    """Sum of the attribute `tokens` of each stage's calls, for stages in which all calls have it."""
     preempted: int = 0
     """Number of requests that engines preempted."""
+    profiled: bool = False
+    """True if a profiler recorded a process of the step."""
+
+    def stage_ns(self, label: Label) -> int:
+        """Return the sum in ns of the stage's calls in all processes."""
+        return sum(ns for (stage, _), ns in self.rank_ns.items() if stage == label)
 
 
 def near_step(path: StepPath) -> NearStep:
@@ -54,11 +62,15 @@ def near_step(path: StepPath) -> NearStep:
         span = graph.span_of(piece.node)
         if span is not None and piece.kind != "not known":
             path_ns[names.label_of(span)] += piece.wall_ns
-    ranks = Counter[tuple[Label, str]]()
+    ranks, tokens, without = Counter[tuple[Label, str]](), Counter[Label](), set[Label]()
     for span in timeline.spans:
         if span.dur_ns is not None:
             calls[names.label_of(span)].append(span.dur_ns)
             ranks[names.label_of(span), timeline.processes[span.process].name] += span.dur_ns
+            number = whole(span, "tokens")
+            tokens[names.label_of(span)] += number or 0
+            if number is None:
+                without.add(names.label_of(span))
     return NearStep(
         step=timeline.step,
         wall_ns=timeline.window.wall_ns,
@@ -67,7 +79,9 @@ def near_step(path: StepPath) -> NearStep:
         outside_ns=sum(piece.wall_ns for piece in path.pieces if graph.span_of(piece.node) is None),
         call_ns={label: middle(times) for label, times in calls.items()},
         rank_ns=ranks,
+        tokens={label: number for label, number in tokens.items() if label not in without},
         preempted=sum(preempted_requests(timeline).values()),
+        profiled=any(process.profiled for process in timeline.processes),
     )
 
 

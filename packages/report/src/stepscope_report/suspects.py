@@ -93,6 +93,9 @@ class Suspect(NamedTuple):
     Else empty."""
     because: str = ""
     """Words for what held up the process, or "" if nothing is known."""
+    apart_ns: int | None = None
+    """Time by which a rank that was late in no call came after the others. `longer_ns` is the part of this
+    time in no call. None for other suspects."""
     on_path: bool = False
     """True if `took_ns` and `usual_ns` are times on the critical path: no call was longer than usual."""
 
@@ -267,13 +270,15 @@ class _Lineup:
         found: dict[tuple[int, Label | None, Label], list[_Lateness]] = defaultdict(list)
         met_ns: dict[int, int] = {}
         calls: dict[int, list[int]] = defaultdict(list)
+        met_in = {member for members in graph.meetings for member in members}
         if graph.meetings:
             for node in sorted(range(len(spans)), key=lambda node: graph.end_ns[node]):
                 counts = graph.start_ns[node] < graph.end_ns[node] or (
                     self._timeline.processes[spans[node].process].owner
                     and not self._timeline.leaves(spans[node])
                 )
-                if counts and not spans[node].waits:
+                # A rank's wait for its queue or its engine may make it late. Waits in meetings do not.
+                if counts and node not in met_in:
                     calls[spans[node].process].append(node)
         at = Counter[int]()
         """{process: number of its calls that ended before the current meeting}."""
@@ -291,7 +296,8 @@ class _Lineup:
                     at[process] += 1
                 stretches[member] = stretch
             since_ns = met_ns.get(spans[last].process, self._timeline.window.start_ns)
-            lateness = self._lateness(last, members, stretches, since_ns)
+            inner = dict(zip(members, met, strict=True))
+            lateness = self._lateness(last, inner, stretches, since_ns)
             found[spans[last].process, lateness.label, self._labels[last]].append(lateness)
             for member in met:
                 met_ns[spans[member].process] = graph.end_ns[member]
@@ -302,7 +308,7 @@ class _Lineup:
             if late_ns * least < self._window_ns or (label is not None and took_ns * 4 < usual_ns * 5):
                 continue
             cuts = {node: ns for one in times for node, ns in one.cuts_ns.items()}
-            sooner = {one.last: one.late_ns for one in times if label is None}
+            sooner = {node: ns for one in times for node, ns in one.sooner_ns.items()}
             ns = self._replay.saves_by_ns(cuts, sooner)
             first = max(times, key=lambda one: one.late_ns)
             uneven = label is not None and all(one.uneven for one in times)
@@ -318,6 +324,7 @@ class _Lineup:
                 evidence=(self._say_met(first, len(times), label),),
                 awaited_in=meeting,
                 nodes=tuple(cuts),
+                apart_ns=took_ns if label is None else None,
                 peers=_by_process(spans, (node for one in times for node in one.others)),
                 spells=tuple(pair for one in times if label is None for pair in one.spells),
             )
@@ -343,7 +350,7 @@ class _Lineup:
     def _lateness(
         self,
         last: int,
-        members: Sequence[int],
+        members: Mapping[int, int],
         stretches: Mapping[int, Mapping[Label, Sequence[int]]],
         since_ns: int,
     ) -> _Lateness:
@@ -351,6 +358,8 @@ class _Lineup:
         that made the rank late. If no stage did, at most the time in which the rank ran no call is counted.
 
         Args:
+            members: {call that meets: the call itself, or the call inside it in which the ranks met}. If
+                calls of the same stage made the rank late, the time before the call inside counts too.
             since_ns: Time of the rank's previous meeting, or of the step's beginning.
         """
         graph, own = self._graph, stretches[last]
@@ -361,14 +370,25 @@ class _Lineup:
             for label in own
         }
         longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
+        heads_ns = {call: graph.start_ns[inner] - graph.start_ns[call] for call, inner in members.items()}
+        usual_head_ns = middle(heads_ns[member] for member in others)
+        head_ns, met = heads_ns[last] - usual_head_ns, self._labels[last]
+        if longer_ns.get(met, 0) > 0 and head_ns > 0:
+            longer_ns[met] += head_ns
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
         if label is None or longer_ns[label] <= 0 or longer_ns[label] * 2 < late_ns:
             spells = self._outside(own, since_ns, graph.start_ns[last])
+            out_ns = min(late_ns, union_ns(spells))
             return _Lateness(
-                last, tuple(members), min(late_ns, union_ns(spells)), None, 0, 0, {}, spells=spells
+                last, tuple(members), out_ns, None, late_ns, 0, {}, {last: out_ns}, spells=spells
             )
-        took_ns = self._sum(own[label])
-        share = min(longer_ns[label], late_ns) / took_ns
+        sooner_ns = dict[int, int]()
+        own_ns = self._sum(own[label])
+        took_ns, share = own_ns, min(longer_ns[label], late_ns) / own_ns
+        if label == met and head_ns > 0:
+            took_ns, share = own_ns + heads_ns[last], min(longer_ns[met] - head_ns, late_ns) / own_ns
+            late_ns, usual_ns[met] = late_ns + head_ns, usual_ns[met] + usual_head_ns
+            sooner_ns[members[last]] = head_ns
         return _Lateness(
             last,
             tuple(members),
@@ -380,6 +400,7 @@ class _Lineup:
                 node: min(int(self._own_ns[node] * share), graph.end_ns[node] - graph.start_ns[node])
                 for node in own[label]
             },
+            sooner_ns,
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
             tuple(node for other in others for node in stretches[other].get(label, ())),
         )
@@ -744,8 +765,11 @@ class _Lateness(NamedTuple):
     """The stage in which the rank took longer than the other ranks, or None if it was late outside of
     calls."""
     took_ns: int
+    """Time of the rank in that stage. Without a stage, how much later than the other ranks it came in all."""
     usual_ns: int
     cuts_ns: Mapping[int, int]
+    sooner_ns: Mapping[int, int]
+    """{call: ns by which the call would begin sooner, besides `cuts_ns`, if the rank had come in time}."""
     uneven: bool = False
     others: tuple[int, ...] = ()
     """The calls of the same stage in the other ranks."""

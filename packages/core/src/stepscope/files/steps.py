@@ -177,6 +177,8 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     files."""
     stages: dict[str, float] = {}
     """{`role/stage`: seconds}, as in the flight recorder's step lines. Not stored in files."""
+    tokens: dict[str, int] = {}
+    """`StepLine.tokens`. Not stored in files."""
 
 
 COMPARED = 40
@@ -226,7 +228,9 @@ def uncaptured_near(
     steps = dict(recorded)
     for other in read_uncaptured(run.uncaptured(process, run_id)):
         line = recorded.get(other.step)
-        steps[other.step] = other if line is None else msgspec.structs.replace(other, stages=line.stages)
+        if line is not None:
+            other = msgspec.structs.replace(other, stages=line.stages, tokens=line.tokens)
+        steps[other.step] = other
     took = {
         other.step: other.dur_ns for other in steps.values() if other.step != number and not other.warm_up
     }
@@ -259,6 +263,7 @@ def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:
                 dur_ns=line.dur_ns,
                 warm_up=number == 0,
                 stages=line.stages,
+                tokens=line.tokens,
             )
 
 

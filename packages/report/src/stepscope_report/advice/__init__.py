@@ -286,6 +286,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     critical_path: CriticalPath
     causes: Sequence[OtherCause] = ()
     """Causes within the step, the largest saving first."""
+    beside_ns: int | None = None
+    """Part of the step's excess that captured steps explain which profilers slowed as well, in ns. None if
+    there are no such steps that took less."""
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None

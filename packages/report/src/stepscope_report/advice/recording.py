@@ -254,10 +254,13 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
 
 def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
-    """Return True if a cause within the step explains half of the excess. A profiler is no such cause,
-    because a profiler slows all similar calls alike.
+    """Return True if a cause within the step, a comparison with other profiled steps, or the number of tokens
+    explains half of the excess. A profiler slows all similar calls, and all captured steps, alike.
     """
-    return any((cause.ns or 0) * 2 >= excess_ns for cause in evidence.causes)
+    ratio = (evidence.baseline and evidence.baseline.tokens_ratio) or 1
+    by_tokens_ns = round((ratio - 1) * evidence.baseline.p50_ns) if evidence.baseline is not None else 0
+    explained = [by_tokens_ns, evidence.beside_ns or 0, *(cause.ns or 0 for cause in evidence.causes)]
+    return max(explained) * 2 >= excess_ns
 
 
 def _slowed(evidence: Evidence) -> str:
@@ -268,6 +271,8 @@ def _slowed(evidence: Evidence) -> str:
         return (
             "no profiler ran in it, and a span takes microseconds: see below what is slow, or capture another"
         )
+    if evidence.beside_ns is not None:
+        return "see below what took the time: other captured steps took less, so it is not the profiler"
     less = ", ".join(_less(evidence))
     return (
         "trust shares more than times. If other captures are as slow, it is the profiler"

@@ -55,7 +55,7 @@ from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
-from stepscope_report.sections.cause import PARTS
+from stepscope_report.sections.cause import PARTS, beside_profiled
 from stepscope_report.sections.counters import COUNTERS
 from stepscope_report.sections.critical_path import CRITICAL_PATH, VAIN_WAITS
 from stepscope_report.sections.engines import ENGINES
@@ -176,6 +176,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
         Evidence(
             breakdown=sources.value_of(BREAKDOWN),
             causes=sources.value_of(PARTS),
+            beside_ns=beside_profiled(sources),
             critical_path=sources.value_of(CRITICAL_PATH),
             baseline=sources.value_of(BASELINE),
             stages=sources.value_of(STAGES),

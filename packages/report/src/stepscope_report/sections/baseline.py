@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.files.steps import comparable
+from stepscope.files.steps import UncapturedStep, comparable
 from stepscope_report.accounting import rank_of
 from stepscope_report.formatting import count, duration, middle, numbers, percentage, signed
 from stepscope_report.sections import Section
 from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
 from stepscope_report.sections.health import is_truncated
+from stepscope_report.spans import whole
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import is_running
 
+TOKENS = ("rollout", "train")
+"""Kinds of tokens that `step_tokens` counts."""
 ENOUGH = 5
 """Least number of uncaptured steps for a comparison. If fewer are known, the report says that their number is
 too small."""
@@ -52,6 +56,9 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     before_ns: int | None
     """Time from the end of the previous step to the opening of this capture. None if the previous step was
     not recorded."""
+    tokens_ratio: float | None = None
+    """Tokens of the step that the loop's process counted with `step_tokens`, divided by the median of the
+    uncaptured steps: of rollout or training, whichever differs more. None if unknown."""
     cost_ns: int | None
     """Cost of the capture: its opening, its closing, and profilers inside the step. None for a step that the
     flight recorder wrote, because no capture was opened for that step."""
@@ -85,8 +92,19 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         longer=sum(ns > breakdown.window_ns for ns in took),
         next_ns=next(after, None),
         excess_ns=breakdown.window_ns - p50_ns if whole else None,
+        tokens_ratio=_tokens_ratio(timeline, used),
         cost_ns=_cost_ns(breakdown) if recorder is None else None,
     )
+
+
+def _tokens_ratio(timeline: Timeline, used: Sequence[UncapturedStep]) -> float | None:
+    own = Counter[str]()
+    for mark in timeline.tokens:
+        if mark.process == 0:
+            own.update({kind: number for kind in TOKENS if (number := whole(mark, kind)) is not None})
+    usual = {kind: middle(step.tokens.get(kind, 0) for step in used) for kind in own}
+    ratios = [own[kind] / number for kind, number in usual.items() if number]
+    return max(ratios, key=lambda ratio: max(ratio, 1 / max(ratio, 0.001)), default=None)
 
 
 def between_near(timeline: Timeline) -> int | None:

@@ -42,6 +42,9 @@ from stepscope_report.suspects import (
 )
 from stepscope_report.timeline import Timeline
 
+MORE_TOKENS = 1.25
+"""Smallest ratio of the tokens of two steps, or of two steps' calls, at which a longer time is told together
+with the tokens."""
 OTHERS = 4
 """Largest number of further causes that a report keeps."""
 _LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-collective"})
@@ -102,6 +105,8 @@ class Explained(NamedTuple):
     excess_ns: int | None
     steps: Sequence[int]
     """Numbers of the steps that this step was compared with."""
+    tokens_ratio: float | None = None
+    """`Baseline.tokens_ratio`."""
 
 
 def explain(
@@ -186,7 +191,8 @@ def explain(
     if lacked and holds.is_unsampled(ordered[0]) and lacked.longer_ns * 2 >= ordered[0].longer_ns:
         ordered.remove(lacked)
         ordered.insert(0, lacked)
-    return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+    ratio = None if baseline is None else baseline.tokens_ratio
+    return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps, ratio)
 
 
 def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
@@ -354,13 +360,19 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
         if node is None:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
-        longer = call.dur_ns is not None and is_longer(call.dur_ns, usual_call_ns)
+        if call.dur_ns is None:
+            longer = False
+        elif times and is_tool(*label):
+            longer = is_longer(call.dur_ns, usual_call_ns)
+        else:  # many calls may each be a little longer, or be more than usual
+            longer = (call.dur_ns - usual_call_ns) * 4 >= (ns - usual_ns) * 3
         cut_off = any(  # the death of the process ended the call, so its real duration is unknown
             names.label_of(span) == label
             for span in timeline.spans
             if span.end_ns is None and timeline.processes[span.process].closed_ns is None
         )
-        places = [] if cut_off else _grown_ranks(timeline, label, own, near)
+        tokens = _more_tokens(label, own, near)
+        places = [] if cut_off or tokens else _grown_ranks(timeline, label, own, near)
         kind = _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {}))
         if (
             kind == "slow-stage"
@@ -381,9 +393,22 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             call.trajectory,
             call.turn,
             (f"{duration(ns)} of the critical path, {duration(usual_ns)} in step {steps}",),
-            nodes=tuple(on_path) or (node,),
+            nodes=tuple(one for one, _ in on_path.most_common()) or (node,),
+            because=tokens,
             on_path=not longer,
         )
+
+
+def _more_tokens(label: Label, own: NearStep, near: Sequence[NearStep]) -> str:
+    """Return words for the tokens of a stage if it had more than in the captured neighbours, and each took
+    about as long as there. Empty otherwise.
+    """
+    usual = middle(step.tokens.get(label, 0) for step in near)
+    tokens, ns = own.tokens.get(label, 0), own.stage_ns(label)
+    usual_ns = middle(step.stage_ns(label) for step in near)
+    if not usual or tokens < usual * MORE_TOKENS or ns * usual > usual_ns * tokens * MORE_TOKENS:
+        return ""
+    return f"{tokens:,} tokens, {usual:,} there"
 
 
 def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence[NearStep]) -> list[int]:
@@ -543,7 +568,9 @@ def _say_length(timeline: Timeline, explained: Explained) -> str:
         return took
     usual = "usual" if len(explained.steps) != 1 else f"step {explained.steps[0]}"
     if is_longer(timeline.window.wall_ns, explained.usual_ns):
-        return f"{took}, {duration(explained.excess_ns)} longer than {usual}"
+        ratio = explained.tokens_ratio or 1
+        more = f" with {ratio:.1f} times the tokens" if ratio >= MORE_TOKENS else ""
+        return f"{took}, {duration(explained.excess_ns)} longer than {usual}{more}"
     return f"{took} ({usual}: {duration(explained.usual_ns)})"
 
 
@@ -601,7 +628,8 @@ def _what(timeline: Timeline, suspect: Suspect) -> str:
     if suspect.label is None:
         process = "" if suspect.process is None else timeline.processes[suspect.process].name
         stage = " ".join(suspect.awaited_in or ())
-        return f"{process} began {stage} {duration(suspect.longer_ns)} after {suspect.beside}"
+        apart = duration(suspect.apart_ns or suspect.longer_ns)
+        return f"{process} began {stage} {apart} after {suspect.beside}"
     role, stage = suspect.label
     if suspect.kind in ("slow-tool", "event-loop") and is_tool(role, stage):
         return f"{role} tool" if stage == "tool" else f"tool {stage.removeprefix('tool ')}"
@@ -627,7 +655,7 @@ def _waited(suspect: Suspect) -> str:
         return "; whether the step waited for it is not known"
     met = suspect.label is not None and suspect.awaited_in is not None
     waited = f", and the others waited in {' '.join(suspect.awaited_in or ())}" if met else ""
-    longer = [suspect.longer_ns]
+    longer = [suspect.longer_ns if suspect.apart_ns is None else suspect.apart_ns]
     if suspect.took_ns is not None and suspect.usual_ns is not None:
         longer.append(suspect.took_ns - suspect.usual_ns)
     if any(abs(suspect.ns - ns) * 10 <= ns for ns in longer):
@@ -733,10 +761,23 @@ PARTS: Section[Sequence[OtherCause]] = Section(
 )
 """The causes found within the step alone, on which advice is based."""
 _EXPLAINED = Section(name="_explained", compute=_explained)
-CAUSE = Section(
+CAUSE: Section[Cause | None] = Section(
     name="cause",  # shown in the head of the report, not as a section of its own
     compute=lambda sources: step_cause(sources.timeline, sources.value_of(_EXPLAINED)),
 )
+
+
+def beside_profiled(sources: Sources) -> int | None:
+    """Return the ns of the step's excess that a comparison with captured steps explains, which profilers
+    slowed as well. None if there are no such steps.
+    """
+    explained = sources.value_of(_EXPLAINED)
+    known = bool(sources.near) and all(step.profiled for step in sources.near)
+    if not known or explained.excess_ns is None or explained.unexplained_ns is None:
+        return None
+    return explained.excess_ns - explained.unexplained_ns
+
+
 UNEXPLAINED = Section(
     name="unexplained_ns",
     compute=lambda sources: sources.value_of(_EXPLAINED).unexplained_ns,

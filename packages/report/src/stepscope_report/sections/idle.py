@@ -18,7 +18,7 @@ import msgspec
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
 from stepscope_report.charts import pick_of_each
-from stepscope_report.division import intervals_of
+from stepscope_report.division import driver_of, intervals_of
 from stepscope_report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
 from stepscope_report.html import Html, illustrated, legend, section, stacked
 from stepscope_report.replicas import find_replicas
@@ -83,12 +83,12 @@ class _Work(NamedTuple):
     waiting: bool
     later: bool
     """True if the work is for a later step."""
-    owner: bool
+    driver: bool
 
 
 _Awaited: TypeAlias = "tuple[str, Label] | None"
-"""(role of the working process, label of its work), or None if unknown. The role of a single owner is empty
-here, so that the owner does not count as a rank among other ranks."""
+"""(role of the working process, label of its work), or None if unknown. The role of the driver (`driver_of`)
+is empty here, so that the driver does not count as a rank among other ranks."""
 
 
 _Kind: TypeAlias = tuple[int, _Work]
@@ -173,7 +173,7 @@ class _Shift:
         self._path = path
         self._timeline = timeline
         self._engines = engines
-        self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
+        self._driver = driver_of(timeline)
         self._runs = Counter[int]()
         """Number of running innermost work spans in each process."""
         self._runs_now = Counter[int]()
@@ -221,8 +221,7 @@ class _Shift:
         return idle
 
     def _kind_of(self, span: Span) -> _Kind:
-        process, later = self._timeline.processes[span.process], self._timeline.leaves(span)
-        work = _Work(span.waits, later, process.owner)
+        work = _Work(span.waits, self._timeline.leaves(span), span.process == self._driver)
         return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
@@ -255,19 +254,19 @@ class _Shift:
             if not work.waiting:
                 self._runs[process] += sign
                 self._runs_now[process] += sign * (not work.later)
-                self._workers += sign * (not work.owner)
-                self._workers_now += sign * (not work.owner and not work.later)
+                self._workers += sign * (not work.driver)
+                self._workers_now += sign * (not work.driver and not work.later)
                 touched.add(process)
-        if workers != (bool(self._workers), bool(self._workers_now)):
-            touched.update(self._owners)
+        if self._driver is not None and workers != (bool(self._workers), bool(self._workers_now)):
+            touched.add(self._driver)
         return touched
 
     def _busy(self, index: int) -> bool:
         """Return True if the process with this index works.
 
-        A span of an owner counts as waiting while other processes work for this step.
+        A span of the driver counts as waiting while other processes work for this step.
         """
-        if not self._timeline.processes[index].owner:
+        if index != self._driver:
             return self._runs[index] > 0
         return bool(
             (self._runs_now[index] and not self._workers_now) or (self._runs[index] and not self._workers)
@@ -310,9 +309,8 @@ class _Shift:
         queues = piece.kind == "wait" and span is not None and span.stage == "queue"
         if span is None or not (piece.kind == "work" or queues):
             return None  # nothing waits for a wait, except for requests in an engine's queue
-        process = self._timeline.processes[span.process]
-        alone = process.owner and len(self._owners) == 1
-        return "" if alone else process.info.role, label_of(span)
+        role = self._timeline.processes[span.process].info.role
+        return "" if span.process == self._driver else role, label_of(span)
 
 
 def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:

@@ -28,7 +28,7 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "request listener",
         "step durations",
         "counters",
-        "connection to Ray",
+        "connections of the parent",
         "native id of the thread",
     )
 )

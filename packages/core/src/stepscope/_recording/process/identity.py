@@ -66,7 +66,7 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
     stated = _integer("STEPSCOPE_RANK")
     if stated is not None:
         return stated, None, "environment"
-    distributed = _torch_distributed()
+    distributed = torch_rank()
     if distributed is not None:
         return (*distributed, "torch.distributed")
     launched = _integer("RANK")
@@ -77,7 +77,7 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
 
 def is_alone() -> bool:
     """Return True unless this process is one of several ranks of torch.distributed."""
-    distributed = _torch_distributed()
+    distributed = torch_rank()
     return distributed is None or distributed[1] == 1
 
 
@@ -87,19 +87,31 @@ def place() -> tuple[int, int]:
     Without a launcher, return (0, 1). The launcher's variables are used if torch.distributed is a group of
     one process, which an engine may have initialised.
     """
-    distributed = _torch_distributed()
+    distributed = torch_rank()
     if distributed is not None and distributed[1] > 1:
         return distributed
     rank, size = _integer("RANK"), _integer("WORLD_SIZE")
     return (0, 1) if rank is None or size is None else (rank, size)
 
 
-def _torch_distributed() -> tuple[int, int] | None:
+def torch_rank() -> tuple[int, int] | None:
+    """Return (rank, world size) of this process in torch.distributed, or None. A forked child of a rank is
+    no rank.
+    """
+    group = _world()
+    if group is None or group is _group_of_the_parent:
+        return None
+    distributed = sys.modules["torch.distributed"]
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _world() -> object:
+    """Return torch's default process group, or None."""
     # torch is not imported here, which would take a second.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return distributed.get_rank(), distributed.get_world_size()
+    return distributed.group.WORLD
 
 
 def _integer(name: str) -> int | None:
@@ -191,6 +203,8 @@ def installed_version(distribution: str) -> str | None:
 
 _of_the_parent: object = None
 """Ray's worker object that this process has inherited by a fork, or None. One writer: `_forget`."""
+_group_of_the_parent: object = None
+"""torch's default process group that this process has inherited by a fork, or None. One writer: `_forget`."""
 
 
 def connected() -> Any:
@@ -220,13 +234,14 @@ def _worker(ray: Any) -> object:
 
 
 def _forget() -> None:
-    global _of_the_parent
+    global _of_the_parent, _group_of_the_parent
+    _group_of_the_parent = _world()
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         _of_the_parent = _worker(ray)
 
 
-fork.forgets("connection to Ray", _forget)
+fork.forgets("connections of the parent", _forget)
 
 
 def in_event_loop() -> bool:

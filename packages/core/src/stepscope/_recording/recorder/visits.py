@@ -21,7 +21,7 @@ from stepscope._recording.process import fork, identity
 from stepscope._recording.recorder import standing
 from stepscope._recording.recorder.recorder import Recorder
 from stepscope._recording.recorder.write import Window
-from stepscope._recording.spans import scopes
+from stepscope._recording.spans import collective_calls, scopes
 from stepscope._recording.spans.carrier import Attached
 from stepscope._recording.spans.scopes import Scope
 from stepscope._recording.spans.span import Span
@@ -90,7 +90,7 @@ class StepVisit:
                 return True
             if isinstance(scope, Span) and scope.caller is not None:
                 link = scope.caller.link
-                return link is not None and link.step == self._step
+                return (scope.caller.step if link is None else link.step) == self._step
             scope = scope.parent
         return False
 
@@ -121,8 +121,17 @@ def _recorder(config: ProfileConfig, run_id: str) -> Recorder | None:
         return None
     recorder = standing.standing()
     if recorder is None:
-        process = ProcessInfo(role=ROLE, rank=None, world_size=None, host=gethostname(), pid=os.getpid())
+        rank, size = identity.torch_rank() or (None, None)  # RANK may be the variable of a rank's child
+        process = ProcessInfo(
+            role=ROLE,
+            rank=rank,
+            world_size=size,
+            rank_source=None if rank is None else "torch.distributed",
+            host=gethostname(),
+            pid=os.getpid(),
+        )
         recorder = standing.start(config, process, run_id)
+        collective_calls.watch(config.collectives)  # the recorder's own thread looks after seconds
         _write_at_the_end_of_a_child(recorder)
     return recorder
 

@@ -78,6 +78,14 @@ class Written(NamedTuple):
     part: ManifestPart
 
 
+def _is_within(call: Span, spans: Sequence[Span]) -> bool:
+    """Return whether a call without duration lies in one of the spans."""
+    return any(
+        span.start_ns <= call.start_ns and (span.end_ns is None or call.start_ns <= span.end_ns)
+        for span in spans
+    )
+
+
 def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
     """Return the window of a step of this process. If the step is still running, the window ends now.
 
@@ -181,7 +189,9 @@ class StepWriter:
         """
         copied, lost = self._copy()
         outcome = self._outcome(window, copied.since_ns, lost)
-        self._write(window, chosen(copied.spans), outcome, owner=False, began={}, clocks=())
+        spans = chosen(copied.spans)
+        issued = [call for call in self._issued([window]) if _is_within(call, spans)]
+        self._write(window, [*spans, *issued], outcome, owner=False, began={}, clocks=())
 
     def _write_passes(
         self, engines: EngineQueues, windows: Sequence[Window], written: Sequence[Written]

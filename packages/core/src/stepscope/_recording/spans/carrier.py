@@ -49,7 +49,7 @@ class Carrier(TypedDict, total=False):
     `host_pid123`."""
     span: int
     captured: int
-    """The captured step whose files contain `span`."""
+    """The captured step whose files contain `span`, or the step of the open capture if there is no span."""
     run: str
     """Id of the run of the captured step."""
     step: int
@@ -64,14 +64,15 @@ class Carrier(TypedDict, total=False):
 def carrier() -> Carrier | None:
     """Return a carrier: the place of the running code among spans, to send to another process or thread.
 
-    Return None outside of all spans and carriers. In the other process, pass the carrier to `attach`:
+    Outside of all spans, the carrier names only the step of the open capture; without a capture, return None.
+    In the other process, pass the carrier to `attach`:
 
         reply = await replica.generate.remote(prompt, carried=carrier())  # the caller
         with attach(carried), span("generate"): ...  # in the method `generate`
     """
     scope = current.get()
     if scope is None:
-        return None
+        return _of_capture()
     _, step, policy_version, trajectory, turn = inherited(scope)
     data = Carrier()
     link, traceparent, run_id = _recorded(scope)
@@ -97,6 +98,15 @@ def carrier() -> Carrier | None:
     return data or None
 
 
+def _of_capture() -> Carrier | None:
+    """Return a carrier without a span, for the step of the open capture. None without a capture."""
+    session = slot.session()
+    if session is None or session.step is None:
+        return None
+    log = session.log
+    return Carrier(process=log.process.key, run=log.run_id, captured=session.step, step=session.step)
+
+
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     """Return a context manager (`with` or `async with`) in which new spans are children of the carrier's
     span.
@@ -112,13 +122,13 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     if carried is None:
         return Place()
     process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
-    link = None
+    link, captured = None, _int(carried.get("captured"))
     process = process if isinstance(process, str) and len(process) <= MAX_TEXT else None
     if process is not None and span is not None:
         # Imported here: a carrier has a span only during a capture, which imports this module anyway.
         from stepscope.files.spans import SpanLink
 
-        link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
+        link = SpanLink(process=process, span=span, step=captured)
     context = carried.get("traceparent")
     if not isinstance(context, str) or not (_is_ours(context, link) or _is_valid(context)):
         context = None
@@ -126,7 +136,7 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         process = context  # another tracer's span, so another process
     run_id = carried.get("run")
     run_id = run_id if isinstance(run_id, str) and len(run_id) <= MAX_TEXT else None
-    kind = Place if process is None else functools.partial(Attached, process, run_id)
+    kind = Place if process is None else functools.partial(Attached, process, run_id, captured)
     return kind(
         step=_int(carried.get("step")),
         policy_version=_int(carried.get("policy_version")),
@@ -219,10 +229,11 @@ class Attached(Place):
     folder (`slot.visit`).
     """
 
-    __slots__ = ("_method", "_process", "_run_id", "visit")
+    __slots__ = ("_captured", "_method", "_process", "_run_id", "visit")
 
-    def __init__(self, process: str, run_id: str | None, **place: Any) -> None:
+    def __init__(self, process: str, run_id: str | None, captured: int | None, **place: Any) -> None:
         super().__init__(**place)
+        self._captured = captured
         self._process = process
         self._run_id = run_id
         self._method: Span | None = None
@@ -241,15 +252,14 @@ class Attached(Place):
             raise
 
     def _begin_visit(self, run_id: str) -> None:
-        link = self.link
-        if link is None or link.step is None:
+        if self._captured is None:
             return
         if slot.visit is None:
             if slot.active is None:
                 failures.warn_once(_NOT_CONFIGURED)
             return
         try:
-            self.visit = slot.visit(self._process, run_id, link.step)
+            self.visit = slot.visit(self._process, run_id, self._captured)
         except ours() as error:
             failures.note("recording work for another process' step", error)
 

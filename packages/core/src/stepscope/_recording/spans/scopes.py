@@ -249,7 +249,9 @@ class Place(Scope):
         """Return a copy of the place without its parent scope, so that spans are not part of a reference
         cycle.
         """
-        return Place(link=self.link, context=self.context, trajectory=self.trajectory, turn=self.turn)
+        return Place(
+            step=self.step, link=self.link, context=self.context, trajectory=self.trajectory, turn=self.turn
+        )
 
     def equals(self, other: Place) -> bool:
         """Return whether both places are from carriers of the same caller."""

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from stepscope._recording.spans.span import Span
+    from stepscope.files.sidecar import ProcessInfo
     from stepscope.files.values import AttrValue
 
 
 class SpanFactory(Protocol):
     """A span log, with the methods that code which opens spans needs. Wrappers also call its `begin`."""
+
+    process: ProcessInfo
+    run_id: str
 
     def new(
         self,
