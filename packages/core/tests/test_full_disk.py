@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from packages.core.tests.runs import python
 
 MOUNTED = ["unshare", "--mount", "--map-root-user"]
 """A namespace in which a test may mount a disk of its own."""
@@ -24,6 +28,37 @@ with capture(1, config=config) as cap:
 (line,) = [line for line in cap.result.wait(60).problems() if "torch trace" in line]
 print(line)
 """
+
+
+CUT = """
+import json, os, resource, sys, time
+from stepscope import ProfileConfig, capture, span
+config = ProfileConfig(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}}, record="off")
+with capture(1, config=config) as cap:
+    for _ in range(100):
+        with span("kept"):
+            pass
+    files = []
+    while int(sys.argv[2]) and not any(file.stat().st_size for file in files):
+        files = list(cap.result.path.glob("spans/*.jsonl"))
+        time.sleep(0.01)
+    size = max((file.stat().st_size for file in files), default=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for _ in range(70):
+        with span("lost"):
+            pass
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+(spans,) = [item for item in cap.result.manifest().processes[0].expected if item.kind == "spans"]
+print(json.dumps([spans.state, spans.reason, cap.result.summary()]))
+"""
+
+
+@pytest.mark.parametrize("begins", [1, 0], ids=["full later", "full at once"])
+def test_spans_that_are_on_disk_when_it_is_full_are_told(begins: int, tmp_path: Path) -> None:
+    state, reason, summary = json.loads(python(CUT, tmp_path, begins, STEPSCOPE_RAISE="0").splitlines()[0])
+    assert state == ("partial" if begins else "failed")
+    assert re.findall(r"\d+ spans|\d+ are", reason) == (["100 spans", "70 are"] if begins else ["170 are"])
+    assert ("1 process," in summary) == bool(begins)
 
 
 @pytest.mark.needs("torch")

@@ -247,7 +247,8 @@ def _findings(report: StepReport) -> Iterator[str]:
     if idle and report.breakdown.window_ns:
         row = max(idle, key=lambda row: row.idle_ns)
         share = percent_of(row.idle_ns, report.breakdown.window_ns)
-        causes = f"; it probably waited for {say_causes(row)}" if row.causes else ""
+        known = any(cause.kind != "not known" for cause in row.causes)
+        causes = f"; it probably waited for {say_causes(row)}" if known else ""
         yield f"Most idle: {row.process}, {duration(row.idle_ns)}, {share} %{causes}"
 
 

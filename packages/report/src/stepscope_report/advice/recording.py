@@ -149,7 +149,7 @@ def dropped(evidence: Evidence) -> Advice | None:
         kind="alarm",
         what="spans were dropped, so that times are too short",
         because=(f"{count(evidence.health.dropped, 'span')} dropped",),
-        do="raise the budget, or record fewer spans: not one for each token",
+        do="raise budget.spans (or make room, if the disk was full), or record fewer spans",
     )
 
 
@@ -190,7 +190,7 @@ def _of_rl(stage: Stage) -> bool:
 def blind_spot(evidence: Evidence) -> Advice | None:
     """Advise if no span covers a tenth of the step."""
     line = next(line for line in evidence.breakdown.lines if line.kind == "unaccounted")
-    if line.wall_ns * 10 < evidence.breakdown.window_ns:
+    if line.wall_ns * 10 < max(1, evidence.breakdown.window_ns):
         return None
     because = [share_of_step(line.wall_ns, evidence)]
     if evidence.breakdown.gaps:

@@ -344,7 +344,7 @@ def _whole(item: Expectation) -> Expectation:
 
 
 def _unknown(item: Expectation) -> Expectation:
-    reason = "its process closed the capture, and could not write what became of this"
+    reason = "its process closed the capture, and could not write the manifest (a full disk?)"
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 

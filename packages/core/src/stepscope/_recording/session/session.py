@@ -454,15 +454,17 @@ def _close_spans(
     # Set before the outcome, because an export that ends meanwhile writes the part too.
     part.update(spans=log.written, dropped=log.dropped)
     part.update(roles=tuple(dict.fromkeys((*part.record.roles, *sorted(log.roles)))))
-    if log.failed is not None:
-        part.fail("spans", log.failed, kind="spans")
-    else:
-        part.expect(_outcome_of_spans(log, part, limit, discard))
+    part.expect(_outcome_of_spans(log, part, limit, discard))
     part.spend(spans_ns=log.written * span_cost_ns())
 
 
 def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str | None) -> Expectation:
     truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
+    if log.failed is not None:
+        state: State = "partial" if log.began else "failed"
+        kept = f"{log.written} spans are on disk" if log.began else "no span is on disk"
+        lost = f", {log.dropped} are lost" if log.dropped else ""
+        return Expectation(name="spans", kind="spans", state=state, reason=f"{log.failed}: {kept}{lost}")
     if not log.began:  # the opening failed, or a signal ended the session, before recording began
         reason = discard or "the capture was ended before it began"
         return Expectation(name="spans", kind="spans", state="skipped", reason=reason)

@@ -138,7 +138,8 @@ class SpanLog(SpanMaker):
             if self._fd >= 0 and self.began:
                 end = records.End(anchor=anchor, spans=self.written, dropped=self.dropped)
                 self._append(lines.encoded(end))
-                self.failed = self.failed or self._lost()
+                if lost := self._lost():
+                    self.failed, self._size, self.written = self.failed or lost, 0, 0
             elif self._file is not None and self._anchor is None:
                 self.path.unlink()
         except ours(OSError) as error:
