@@ -485,6 +485,23 @@ def test_work_ahead_for_a_later_step_is_no_stage_of_a_step(tmp_path: Path) -> No
         assert 0.01 <= line.stages["agent_loop/trajectory"] <= line.dur_ns / 1e9 - 0.02
 
 
+def test_work_below_a_carrier_of_this_process_is_a_stage_in_no_step(tmp_path: Path) -> None:
+    """So that captured and uncaptured steps are of one kind."""
+    config = config_in(tmp_path, steps=[1])
+
+    def work(place: Any) -> None:
+        with attach(place), span("score"):
+            time.sleep(0.002)
+
+    for step in range(3):
+        with capture(step, config=config), span("rewards"):
+            work(carrier())
+            thread = threading.Thread(target=work, args=(carrier(),))
+            thread.start()
+            thread.join()
+    assert [set(line.stages) for line in lines_of(drained(tmp_path))] == [{"trainer/rewards"}] * 3
+
+
 def test_a_forked_daemon_lists_a_captured_step_first_too(tmp_path: Path) -> None:
     config = config_in(tmp_path, steps=[1, 3])
     steps_of(config, {}, 1)

@@ -494,6 +494,42 @@ def test_a_stage_of_many_short_calls_is_told_by_their_sum(tmp_path: Path) -> Non
     assert (cause.stage, cause.took_ns, cause.usual_ns) == ("broadcast", 500 * MS, 5 * MS)
 
 
+def test_a_pools_process_with_longer_calls_is_named(tmp_path: Path) -> None:
+    """The other process takes over what the slow one has no time for."""
+    folder = StepFolder(tmp_path)
+    for number, slow_ms, shares in ((4, 30, (4, 4)), (5, 30, (4, 4)), (6, 230, (1, 7))):
+        folder = StepFolder(tmp_path, step=number)
+        owner = folder.process("trainer", owner=True)
+        each_ms = (slow_ms, 30)
+        lasts_ms = max(share * ms for share, ms in zip(shares, each_ms, strict=True))
+        rewards = owner.span("rewards", 0, (lasts_ms + 5) * MS)
+        for rank, (share, ms) in enumerate(zip(shares, each_ms, strict=True)):
+            worker = folder.process("worker", rank)
+            for call in range(share):
+                place = owner.link(rewards)
+                worker.span("score", call * ms * MS, (call + 1) * ms * MS, role="reward", link=place)
+        close(folder, (lasts_ms + 10) * MS)
+        folder.write()
+    cause = some(seen(folder).cause)
+    assert (some(cause.process).name, cause.stage, cause.took_ns) == ("worker 0", "score", 230 * MS)
+
+
+def test_no_stage_saves_more_than_the_step_took_longer(tmp_path: Path) -> None:
+    """On the path, `update` takes the place of `generate`, which is as long as before, but not beside it."""
+    folder = StepFolder(tmp_path)
+    for number, update_ms in ((4, 100), (5, 100), (6, 450)):
+        folder = StepFolder(tmp_path, step=number)
+        owner = folder.process("trainer", owner=True)
+        work = owner.span("work", 0, max(300, update_ms) * MS)
+        for name, ms in (("rollout", 300), ("actor", update_ms)):
+            stage = "generate" if name == "rollout" else "update"
+            folder.process(name).span(stage, 0, ms * MS, link=owner.link(work))
+        close(folder, max(300, update_ms) * MS)
+        folder.write()
+    cause = some(seen(folder).cause)
+    assert (cause.stage, cause.ns, cause.longer_ns) == ("update", 150 * MS, 450 * MS)
+
+
 @pytest.mark.parametrize("took_ms", [300, 800])
 def test_a_step_that_had_more_tokens_says_so(tmp_path: Path, took_ms: int) -> None:
     """Step 6 has three times the tokens, and takes 300 ms if each token takes as long as before."""

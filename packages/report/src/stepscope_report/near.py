@@ -41,6 +41,8 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     """Median time in ns of a call of each stage, over all processes."""
     rank_ns: Mapping[tuple[Label, str], int] = {}
     """{(stage, name of a process): sum in ns of the stage's calls in this process}."""
+    rank_calls: Mapping[tuple[Label, str], int] = {}
+    """{(stage, name of a process): number of the stage's calls in this process}."""
     tokens: Mapping[Label, int] = {}
     """Sum of the attribute `tokens` of each stage's calls, for stages in which all calls have it."""
     preempted: int = 0
@@ -62,11 +64,13 @@ def near_step(path: StepPath) -> NearStep:
         span = graph.span_of(piece.node)
         if span is not None and piece.kind != "not known":
             path_ns[names.label_of(span)] += piece.wall_ns
-    ranks, tokens, without = Counter[tuple[Label, str]](), Counter[Label](), set[Label]()
+    ranks, rank_calls = Counter[tuple[Label, str]](), Counter[tuple[Label, str]]()
+    tokens, without = Counter[Label](), set[Label]()
     for span in timeline.spans:
         if span.dur_ns is not None:
             calls[names.label_of(span)].append(span.dur_ns)
             ranks[names.label_of(span), timeline.processes[span.process].name] += span.dur_ns
+            rank_calls[names.label_of(span), timeline.processes[span.process].name] += 1
             number = whole(span, "tokens")
             tokens[names.label_of(span)] += number or 0
             if number is None:
@@ -79,6 +83,7 @@ def near_step(path: StepPath) -> NearStep:
         outside_ns=sum(piece.wall_ns for piece in path.pieces if graph.span_of(piece.node) is None),
         call_ns={label: middle(times) for label, times in calls.items()},
         rank_ns=ranks,
+        rank_calls=rank_calls,
         tokens={label: number for label, number in tokens.items() if label not in without},
         preempted=sum(preempted_requests(timeline).values()),
         profiled=any(process.profiled for process in timeline.processes),

@@ -143,7 +143,9 @@ def explain(
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
     holds = Holds(timeline, busy_hosts, middle(step.preempted for step in near) if near else 0)
     longer = list(_grown(path, near) if near else _grown_at_the_top(path, baseline))
-    grown = list(filter(None, map(holds.unless_held, longer)))
+    held = filter(None, map(holds.unless_held, longer))
+    # A stage may have grown on the path at the expense of others, by more than the step.
+    grown = [one._replace(ns=min(one.ns or one.longer_ns, excess_ns)) for one in held]
     if not near:
         grown = [one for one in grown if not _may_lack_cores(one, path, holds)]
     blocked = Counter[int | None]()
@@ -328,8 +330,9 @@ def _is_known(grown: Suspect, found: Sequence[Suspect], within: Sequence[Suspect
     """Return True if another suspect already explains half of a stage's growth: any suspect in `within`, or a
     suspect of the same stage in `found`.
     """
-    half = any((one.ns or 0) * 2 >= grown.longer_ns for one in within)
-    return half or any(one.label == grown.label and one.longer_ns * 2 >= grown.longer_ns for one in found)
+    grew_ns = grown.ns or grown.longer_ns
+    half = any((one.ns or 0) * 2 >= grew_ns for one in within)
+    return half or any(one.label == grown.label and one.longer_ns * 2 >= grew_ns for one in found)
 
 
 def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
@@ -414,13 +417,22 @@ def _more_tokens(label: Label, own: NearStep, near: Sequence[NearStep]) -> str:
 def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence[NearStep]) -> list[int]:
     """Return the indices of the processes in which a stage grew by at least half of the largest growth. Empty
     if the stage grew in no process.
+
+    If processes share calls, as those of a pool do, only calls that are longer than usual count as growth.
     """
-    grew = {
-        index: own.rank_ns[label, process.name]
-        - middle(step.rank_ns.get((label, process.name), 0) for step in near)
-        for index, process in enumerate(timeline.processes)
-        if (label, process.name) in own.rank_ns
-    }
+    grew, calls, usual_calls = dict[int, int](), dict[int, int](), dict[int, int]()
+    for index, process in enumerate(timeline.processes):
+        key = label, process.name
+        if key in own.rank_ns:
+            grew[index] = own.rank_ns[key] - middle(step.rank_ns.get(key, 0) for step in near)
+            calls[index] = own.rank_calls[key]
+            usual_calls[index] = middle(step.rank_calls.get(key, 0) for step in near)
+    if calls != usual_calls and sum(calls.values()) == sum(usual_calls.values()):
+        usual_ns = middle(step.call_ns.get(label, 0) for step in near)
+        grew = {
+            index: own.rank_ns[label, timeline.processes[index].name] - number * usual_ns
+            for index, number in calls.items()
+        }
     most_ns = max(grew.values(), default=0)
     return [index for index, ns in grew.items() if ns * 2 >= most_ns > 0]
 

@@ -183,7 +183,7 @@ def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
     """{(role, stage): ns}. Names are not converted to text, which would double the time."""
     for span in spans:
         above = span.parent
-        if (above is not None and above.log is not None) or not first_ns <= span.start_ns <= last_ns:
+        if not first_ns <= span.start_ns <= last_ns or (above is not None and _is_in_a_span(above)):
             continue
         end_ns = span.end_ns
         if end_ns is None or scopes.inherited(span)[1] not in (None, step.number):
@@ -194,6 +194,15 @@ def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
         except TypeError:  # not hashable, such as a list
             took[str(role), str(span.stage)] += end_ns - span.start_ns
     return seconds_of(took)
+
+
+def _is_in_a_span(scope: scopes.Scope | None) -> bool:
+    """Return whether a scope is a span, or is inside a span or a span's carrier, as in a captured step."""
+    while scope is not None:
+        if scope.log is not None or scope.reference() is not None:
+            return True
+        scope = scope.parent
+    return False
 
 
 def seconds_of(took_ns: Mapping[tuple[str, str], int]) -> dict[str, float]:
