@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from packages.report.tests.steps import printed
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.report import SECTIONS
+from stepscope_report.sections.advice import RULES
 from stepscope_report.timeline import load_step
 from tests.tree import ROOT
 
@@ -95,6 +97,15 @@ def test_the_docs_explain_each_section_in_the_order_of_the_list() -> None:
             places.append(page.find(heading if heading in page else f"\n**{section.title}**"))
     assert -1 not in places
     assert places == sorted(places)
+
+
+def test_the_docs_list_each_rule_of_advice_on_a_step() -> None:
+    page = (ROOT / "docs" / "report.md").read_text()
+    listed = page.partition("## What to do")[2].partition("\n## ")[0]
+    sources = [Path(inspect.getfile(rule)).read_text() for rule in RULES]
+    rules = {name for source in sources for name in re.findall(r'rule="([a-z-]+)"', source)}
+    assert len(rules) >= len(RULES)
+    assert {name for name in rules if f"`{name}`" not in listed} == set()
 
 
 @pytest.mark.usefixtures("install")
