@@ -8,6 +8,7 @@ import random
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -255,6 +256,26 @@ def test_a_trace_of_absolute_times_is_aligned_without_a_base(tmp_path: Path, com
     report = command("report", tmp_path, "--json").json
     assert [process["name"] for process in report["processes"]] == ["rank 0", "rank 1"]
     assert report["window_ns"] == pytest.approx(1_810_000, abs=500)  # a double of us since 1970
+
+
+def test_a_trace_of_absolute_times_is_read_to_the_ns(tmp_path: Path, command: Command) -> None:
+    """A float has multiples of 0.25 us of a time since 1970."""
+
+    def reported(since_us: int) -> Any:
+        events = ",".join(
+            json.dumps(kernel("gemm", 0, 10.011)).replace('"ts": 0', f'"ts": {since_us + 11 * n}.{n:03}')
+            for n in range(1000)
+        )
+        path = trace(tmp_path / "rank0.json", [], base_ns=None)
+        path.write_text(f'{{"schemaVersion": 1, "traceEvents": [{events}]}}')
+        return command("report", tmp_path, "--json").json
+
+    exact, near_zero = reported(1_712_195_495_505_582), reported(1_712_000_000_000_001)
+    (device,) = exact["traces"]["devices"]
+    assert device["busy_ns"] == pytest.approx(10_011_000, abs=100)
+    assert device["span_ns"] == pytest.approx(999 * 11_001 + 10_011, abs=1)
+    assert exact["opened_ns"] == 1_712_195_495_505_582_000
+    assert abs(near_zero["opened_ns"] - 1_712_000_000_000_001_000) < 300
 
 
 @pytest.mark.parametrize("base_ns", [None, 0, 7_000_000_000])

@@ -96,6 +96,10 @@ ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
 _FARTHEST_US = 4e15
 """Largest plausible time or duration: the year 2096, for traces that count from 1970."""
+_ABSOLUTE = re.compile(rb'("ts": ?1)(\d{3})(\d{12})(\.?)')
+"""A time in us since 1970 with its fraction. A float has only multiples of 0.25 us of it."""
+_NEAR_ZERO = range(3_600_000_000, 996_400_000_000)
+"""Last 12 digits of an absolute time, in us, if no hour beside has other first digits."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -336,6 +340,11 @@ class Reading:
         self.notes = notes
         self.times: list[float] = []
         """Times in us of the file's first events, which show the file's clock."""
+        self._cut_off: tuple[bytes, bytes] | None = None
+        """(first digits of absolute times in the file, their replacement), to read fractions of us exactly.
+        None until a time of 16 digits was read."""
+        self.since_ns = 0
+        """Unix ns that were cut off all times."""
         self._near = near or _ALL
         self.events = 0
         self.kernels: dict[str, Kernel] = {}
@@ -375,6 +384,7 @@ class Reading:
         Raises:
             DecodeError: `text` is not JSON.
         """
+        text = self._shortened(text)
         try:
             events: list[Event] = (_decode if find(text, SHAPES) < 0 else _decode_with_shapes)(text)
         except msgspec.ValidationError:
@@ -394,6 +404,15 @@ class Reading:
             if call.bytes and call.ranks:
                 self._add_sized(call)
         return events
+
+    def _shortened(self, text: bytes) -> bytes:
+        """Return the text with times since `since_ns`, if the first time has a fraction of us since 1970."""
+        if self._cut_off is None and (first := _ABSOLUTE.search(text)) is not None:
+            self._cut_off = b"", b""
+            if first[4] and int(first[3]) in _NEAR_ZERO:
+                self._cut_off = first[1] + first[2], first[1]
+                self.since_ns = (999 + int(first[2])) * 10**15
+        return text.replace(*self._cut_off) if self.since_ns and self._cut_off else text
 
     def _add_sized(self, call: Call) -> None:
         key = call.op, call.group, call.ranks, call.bytes
@@ -855,7 +874,8 @@ def _read(
     trace = ChromeTrace(path)
     reading = Reading(trace.notes, near, step_mark, within)
     fields = trace.read(reading.parse, reading.take, on_read)
-    fields = msgspec.structs.replace(fields, base_ns=wall_base(fields.base_ns, middle(reading.times)))
+    since_ns = fields.base_ns if not reading.since_ns else reading.since_ns + (fields.base_ns or 0)
+    fields = msgspec.structs.replace(fields, base_ns=wall_base(since_ns, middle(reading.times)))
     return reading.finish(fields)
 
 
