@@ -12,7 +12,7 @@ from packages.report.tests.cases import Case, other_host, queue, slow_rank, weig
 from packages.report.tests.steps import MS
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Expectation, OwnCost
+from stepscope.files.manifest import Absent, Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.files.steps import UncapturedStep
 from stepscope.testing.steps import OPENED_NS, FakeProcess
@@ -145,6 +145,19 @@ def met(case: Case) -> None:
     case.driver.began[lost.info.key] = "critic 0"
 
 
+def a_death(case: Case) -> None:
+    died = Absent(name="actor 9", state="missing", reason="it died", died=True, process="actor_rank9_h_pid9")
+    case.driver.absent.append(died)
+
+
+def lost_a_part(case: Case) -> None:
+    case.driver.absent.append(Absent(name="actor 9", state="missing", reason="no part", process="actor_9"))
+
+
+def an_error(case: Case) -> None:
+    case.driver.error = "RuntimeError: Connection closed by peer"
+
+
 @pytest.mark.parametrize(
     ("rule", "changes", "fits", "not_fits"),
     [
@@ -183,6 +196,12 @@ def met(case: Case) -> None:
         ("profiler-cost", [profiled(0, 1)], None, ""),
         ("memory-nearly-full", [on_a_gpu], None, ""),
         ("collectives", [on_a_cpu], None, ""),
+        ("collectives", [unhidden("actor"), a_death], None, ""),
+        ("collectives", [unhidden("actor"), lost_a_part], None, ""),
+        ("not-typical", [slower_than_usual, a_death], None, ""),
+        ("straggler", [slow_rank, a_death], "balance the batch by tokens", "requests"),
+        ("straggler", [slow_rank, a_death, an_error], None, ""),
+        ("memory-nearly-full", [fragmented, a_death, an_error], "PYTORCH_CUDA_ALLOC_CONF", "NPU"),
         ("queueing", [weights], None, ""),
         ("weight-sync", [queue], None, ""),
         ("unaligned", [weights], None, ""),

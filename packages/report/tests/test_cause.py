@@ -675,6 +675,17 @@ def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_pat
     assert "not-typical" in rules(report)  # it may be the profiler
 
 
+@pytest.mark.parametrize(("usual_ms", "is_known"), [(600, True), (1000, False)])
+def test_a_step_with_a_stage_that_grew_is_not_called_untypical_too(
+    tmp_path: Path, usual_ms: int, is_known: bool
+) -> None:
+    folder = a_step(tmp_path, 1000, [("trainer update", 0, 1000)])
+    lines(folder, 600, {"trainer/update": usual_ms / 1000})
+    report = reported(folder)
+    assert some(report.cause).kind == ("slow-stage" if is_known else "unexplained")
+    assert ("not-typical" in rules(report)) is not is_known
+
+
 def test_a_part_in_another_process_that_has_no_carrier_is_named(tmp_path: Path) -> None:
     rows: list[Row] = [
         ("trainer generate", 0, 800), ("rollout/reward compute_reward", 10, 790),

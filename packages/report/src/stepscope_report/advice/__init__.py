@@ -289,6 +289,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     beside_ns: int | None = None
     """Part of the step's excess that captured steps explain which profilers slowed as well, in ns. None if
     there are no such steps that took less."""
+    is_explained: bool = False
+    """True if all causes together, also those by other steps, explain half of the time by which the step was
+    longer than usual."""
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None

@@ -13,7 +13,7 @@ from stepscope_report.advice import (
 from stepscope_report.formatting import count, duration, few, percent_of
 from stepscope_report.sections.baseline import ENOUGH
 from stepscope_report.sections.breakdown import name_gap
-from stepscope_report.sections.health import Health, ProcessRow
+from stepscope_report.sections.health import Health, ProcessRow, has_deaths, say_deaths, was_cut_off
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 
@@ -44,11 +44,13 @@ def never_ended(evidence: Evidence) -> Advice | None:
         what = f"{count(len(killed), 'call')} never ended: {whose} process was killed, or still runs"
         remedy = "look at that process' log, and at the call in the list `Never ended`"
     else:
-        what = (
-            f"{count(len(spans), 'call')} had not ended when the capture closed: a hang, or work that goes on"
-        )
+        cut = was_cut_off(evidence.health)
+        why = say_deaths(evidence.health) or f"a hang, or work that {'was cut off' if cut else 'goes on'}"
+        what = f"{count(len(spans), 'call')} had not ended when the capture closed: {why}"
         remedy = "see the list `Never ended`"
-        if not is_unedited(evidence):
+        if has_deaths(evidence.health):
+            remedy = "look at the log of the process that died"
+        elif not cut and not is_unedited(evidence):
             remedy += "; name the step of work for a later one: trajectory(step=...)"
     first = (killed or spans)[0]
     began = "" if first.start_ns is None else f" began at {duration(first.start_ns)},"
@@ -224,6 +226,8 @@ def not_typical(evidence: Evidence) -> Advice | None:
     Otherwise advise if engines served nothing for a tenth of the step because their own profilers wrote.
     """
     baseline, stalled_ns = evidence.baseline, evidence.breakdown.stalled_most_ns
+    if has_deaths(evidence.health):
+        return None  # the report's first line names the deaths, which make the step unlike others
     if baseline is None or baseline.excess_ns is None or len(baseline.steps) < ENOUGH:
         return _stalled(evidence)
     if not baseline.alike and evidence.health.recorder is None:
@@ -254,9 +258,12 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
 
 def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
-    """Return True if a cause within the step, a comparison with other profiled steps, or the number of tokens
-    explains half of the excess. A profiler slows all similar calls, and all captured steps, alike.
+    """Return True if causes explain half of the excess. A profiler slows all similar calls, and all captured
+    steps, alike. If one ran, only causes within the step, a comparison with other profiled steps, or the
+    number of tokens count.
     """
+    if evidence.is_explained and not evidence.profiling.recorded:
+        return True
     ratio = (evidence.baseline and evidence.baseline.tokens_ratio) or 1
     by_tokens_ns = round((ratio - 1) * evidence.baseline.p50_ns) if evidence.baseline is not None else 0
     explained = [by_tokens_ns, evidence.beside_ns or 0, *(cause.ns or 0 for cause in evidence.causes)]

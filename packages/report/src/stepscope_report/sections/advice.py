@@ -55,11 +55,11 @@ from stepscope_report.sections import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
-from stepscope_report.sections.cause import PARTS, beside_profiled
+from stepscope_report.sections.cause import PARTS, beside_profiled, is_explained
 from stepscope_report.sections.counters import COUNTERS
 from stepscope_report.sections.critical_path import CRITICAL_PATH, VAIN_WAITS
 from stepscope_report.sections.engines import ENGINES
-from stepscope_report.sections.health import HEALTH, cut_processes
+from stepscope_report.sections.health import HEALTH, cut_processes, has_deaths, was_cut_off
 from stepscope_report.sections.idle import IDLE, collectives_of_sync
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.stages import STAGES
@@ -104,11 +104,22 @@ RULES: Sequence[Rule] = (
 )
 
 
+NEEDS_ALL: frozenset[Rule] = frozenset({collectives, vain_wait, blind_spot, no_rollout})
+"""Rules on work that nobody seems to do. A process that died or left nothing may have done this work."""
+
+
 def step_advice(evidence: Evidence) -> Table[Advice]:
     """Return the advice of all rules: alarms, then hints by possible saving (largest first), then the advice
     on the cost of the capture itself. Advice with equal savings keeps the order of `RULES`.
+
+    There are no hints on a step that the death of a process ended, because its waits were for that process.
     """
-    given = [advice for rule in RULES if (advice := rule(evidence)) is not None]
+    health = evidence.health
+    lacks_one = has_deaths(health) or bool(health.absent)
+    rules = [rule for rule in RULES if not (lacks_one and rule in NEEDS_ALL)]
+    given = [advice for rule in rules if (advice := rule(evidence)) is not None]
+    if has_deaths(health) and was_cut_off(health):
+        given = [advice for advice in given if advice.kind == "alarm"]
 
     def place(advice: Advice) -> tuple[bool, bool, int]:
         own = advice.rule == "profiler-cost"  # only captured steps pay this cost
@@ -177,6 +188,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             breakdown=sources.value_of(BREAKDOWN),
             causes=sources.value_of(PARTS),
             beside_ns=beside_profiled(sources),
+            is_explained=is_explained(sources),
             critical_path=sources.value_of(CRITICAL_PATH),
             baseline=sources.value_of(BASELINE),
             stages=sources.value_of(STAGES),

@@ -27,7 +27,7 @@ from stepscope_report.sections import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters, say_blocks
-from stepscope_report.sections.health import cut_processes
+from stepscope_report.sections.health import HEALTH, cut_processes, has_deaths, was_cut_off
 from stepscope_report.sections.idle import IDLE, awaited_rank
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
@@ -152,7 +152,8 @@ def explain(
     for one in found:
         if one.kind == "event-loop":
             blocked[one.process] += one.ns or 0
-    within = list(_late_outside(found, path, near)) if near else found
+    within = list(_late_outside(found, path, near)) if near else found[:]
+    within = [one for one in within if one.kind != "between-steps"]  # that time is not in the step
     """Suspects within the step that count as an explanation of the step's excess. If there are captured
     neighbours, few suspects count, because the neighbours may have the same suspects."""
     host = holds.busy_host(path)
@@ -687,6 +688,13 @@ def _explained(sources: Sources) -> Explained:
     )
 
 
+def _cause(sources: Sources) -> Cause | None:
+    health = sources.value_of(HEALTH)
+    if has_deaths(health) and was_cut_off(health):
+        return None  # the death is the cause, and the report names it first
+    return step_cause(sources.timeline, sources.value_of(_EXPLAINED))
+
+
 def _busy_hosts(sources: Sources) -> Sequence[BusyHost]:
     counters = sources.value_of(COUNTERS)
     return () if counters is None else counters.busy_hosts
@@ -775,7 +783,7 @@ PARTS: Section[Sequence[OtherCause]] = Section(
 _EXPLAINED = Section(name="_explained", compute=_explained)
 CAUSE: Section[Cause | None] = Section(
     name="cause",  # shown in the head of the report, not as a section of its own
-    compute=lambda sources: step_cause(sources.timeline, sources.value_of(_EXPLAINED)),
+    compute=_cause,
 )
 
 
@@ -794,6 +802,13 @@ UNEXPLAINED = Section(
     name="unexplained_ns",
     compute=lambda sources: sources.value_of(_EXPLAINED).unexplained_ns,
 )
+
+
+def is_explained(sources: Sources) -> bool:
+    """Return True if the causes explain half of the time by which the step was longer than usual."""
+    explained = sources.value_of(_EXPLAINED)
+    excess_ns, rest_ns = explained.excess_ns, explained.unexplained_ns
+    return excess_ns is not None and rest_ns is not None and rest_ns * 2 <= excess_ns
 
 
 def cause_of(timeline: Timeline, near: Sequence[NearStep] = ()) -> Cause | None:

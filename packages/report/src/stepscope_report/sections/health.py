@@ -499,6 +499,16 @@ def say_deaths(health: Health) -> str:
     return ", ".join([*said[:3], more] if len(said) > 3 else said)
 
 
+def has_deaths(health: Health) -> bool:
+    """Return True if a process is known to have died in the step."""
+    return bool(health.lost) or any(row.died for row in health.processes)
+
+
+def was_cut_off(health: Health) -> bool:
+    """Return True if the step or its recording ended before the work of the step did."""
+    return health.user_error is not None or (health.recorder is not None and health.recorder.running)
+
+
 def say_ended(health: Health) -> str:
     """Return the sentence that names the exception that ended the capture. Empty if none did."""
     if health.user_error is None:
