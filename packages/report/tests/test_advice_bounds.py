@@ -144,7 +144,7 @@ TAILS: dict[str, tuple[Rollout, dict[str, Any], str, str]] = {
         Rollout(score_ms=lambda number: 500 if number == 2 else 20),
         {"score_ms": lambda number: 20}, "reward score", "judge",
     ),
-    "no place": (Rollout(at_once=7), {"at_once": 8}, "t7, began 180 ms later", "more trajectories at once"),
+    "no place": (Rollout(at_once=7), {"at_once": 8}, "it began 180 ms later", "more trajectories at once"),
     "no span": (
         Rollout(prepare_ms=slow_once), {"prepare_ms": quick}, "agent_loop trajectory", "open a span",
     ),
