@@ -332,6 +332,27 @@ def test_a_device_has_the_name_that_the_trace_gives_it(
     assert printed["problems"] == []
 
 
+def test_a_timeline_names_devices_as_their_traces_do(tmp_path: Path, command: Command) -> None:
+    """Kernels of MTIA name no device, and a timeline has the process' pid for theirs."""
+    events: list[dict[str, Any]] = []
+    for device in (3, 4):
+        events += [
+            {
+                "ph": "M",
+                "name": "process_labels",
+                "pid": device,
+                "tid": 0,
+                "args": {"labels": f"MTIA {device}"},
+            },
+            {"ph": "M", "name": "thread_name", "pid": device, "tid": 9, "args": {"name": "Stream 1 "}},
+            kernel("merge", 10, 5 * device) | {"pid": device, "tid": 9, "cat": "mtia_ccp_events", "args": {}},
+        ]
+    timeline = tmp_path / "timeline.json.gz"
+    command("merge", trace(tmp_path / "rank0.json", events), "-o", timeline)
+    rows = command("report", timeline, "--json").json["traces"]["devices"]
+    assert [(row["device"], row["busy_ns"]) for row in rows] == [("MTIA 3", 15_000), ("MTIA 4", 20_000)]
+
+
 def test_a_stream_that_waits_for_another_does_not_keep_its_device_busy(
     tmp_path: Path, command: Command
 ) -> None:

@@ -236,8 +236,10 @@ def test_a_timeline_named_json_is_no_gzip(tmp_path: Path, command: Command) -> N
 
 def test_what_is_no_trace_is_named(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "et.json"
-    path.write_text('{"schema": "1.1.0-chakra.0.0.4", "nodes": []}')
-    assert "Chakra" in command("report", path, code=2).err
+    for schema in ('"schema": "1.1.0-chakra.0.0.4"', '"schema": "1.0.1", "name": "execution_graph"'):
+        path.write_text(f'{{{schema}, "nodes": []}}')
+        for option in ((), ("-o", tmp_path / "page.html"), ("--step-mark", "step")):
+            assert "Chakra" in command("report", path, *option, code=2).err
     path.write_text("hello")
     assert "no trace" in command("report", path, code=2).err
 

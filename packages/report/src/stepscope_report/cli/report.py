@@ -24,6 +24,7 @@ from stepscope_report.cli.find import (
     absolute,
     find_of_run,
     find_run,
+    find_steps,
     is_step,
     readers,
 )
@@ -173,6 +174,7 @@ def report(asked: Asked) -> None:
     if asked.paths and not asked.sample and is_plain(asked.paths):
         report_traces(asked, asked.paths)
     if asked.output is not None or asked.step_mark is not None:
+        find_steps(asked.path)  # a path that is no run and no trace is told first
         option = "--output" if asked.step_mark is None else "--step-mark"
         raise typer.BadParameter(f"{option} is for traces that stepscope did not write")
     if asked.by:

@@ -27,7 +27,7 @@ from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage import files_below
 from stepscope_report.timeline.activity.content import ProfilerStep, TraceContent
-from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading
+from stepscope_report.timeline.activity.content_reader import Complete, Event, Metadata, Reading
 from stepscope_report.timeline.activity.intervals import Pair
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks import Aligned, Placement
@@ -88,7 +88,7 @@ def has_traces(path: Path) -> bool:
 def no_trace(path: Path) -> str:
     """Return the reason why a file is no trace that can be read, as half a sentence for an error."""
     head = FoundFile(path=path, name=path.name).head()
-    if b"chakra" in head.lower() or b"execution_trace" in head:
+    if re.search(rb"chakra|execution_(trace|graph)", head.lower()):
         return "an execution trace (Chakra), without times of devices: name the profiler's trace beside it"
     return "no trace that is read here: JSON of torch or an engine, SQLite of nsys, recordings of NPUs, OTLP"
 
@@ -492,20 +492,26 @@ def _read_timeline(path: Path, rows: Sequence[MergedRow]) -> list[tuple[ProcessI
 
 
 def _read_rows(path: Path) -> tuple[Notes, dict[int, Reading], TraceFields]:
-    notes, readings = Notes(), dict[int, Reading]()
+    notes, readings, described = Notes(), dict[int, Reading](), list[Metadata]()
 
     def take(events: list[Event]) -> None:
         of_row: dict[int, list[Event]] = defaultdict(list)
         for event in events:
             if isinstance(event, Complete) and isinstance(event.pid, int):
                 of_row[event.pid].append(event)
+            elif isinstance(event, Metadata):
+                described.append(event)
         for pid, own in of_row.items():
             if pid not in readings:
                 readings[pid] = Reading(Notes())
             readings[pid].take(own)
 
     trace = ChromeTrace(path, notes)
-    return notes, readings, trace.read(Reading(notes).parse, take)
+    fields = trace.read(Reading(notes).parse, take)
+    for event in described:
+        for reading in readings.values():  # each reading looks up its own pid
+            reading.describe(event)
+    return notes, readings, fields
 
 
 def _process_of_row(row: MergedRow) -> ProcessInfo:

@@ -81,6 +81,8 @@ _RUNTIME = frozenset(
 )  # fmt: skip
 _UNITS = {"xpu_runtime": "XPU", "xpu_driver": "XPU"}
 """{category of calls: name of their devices}, where Kineto labels all devices `GPU 0`, `GPU 1` and so on."""
+_OF_DEVICE = re.compile(rb'"name":\s*"([A-Z]{2,} \d+) ')
+"""Name of a thread, with a device in front, as `stepscope merge` writes it."""
 _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
 """Names of copies from the host to a device, in Kineto, ROCm and nsys."""
 _NCCL_CALLS = frozenset({"COLL", "P2P"})
@@ -101,6 +103,7 @@ _ABSOLUTE = re.compile(rb'("ts": ?1)(\d{3})(\d{12})(\.?)')
 _NEAR_ZERO = range(3_600_000_000, 996_400_000_000)
 """Last 12 digits of an absolute time, in us, if no hour beside has other first digits."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
+_json = msgspec.json.encode
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -269,10 +272,13 @@ class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
     args: _MemoryArgs | None = None
 
 
-class _Metadata(msgspec.Struct, tag_field="ph", tag="M", gc=False):
+class Metadata(msgspec.Struct, tag_field="ph", tag="M", gc=False):
+    """A description of a process or thread (phase M). The fields are JSON."""
+
     cat: ClassVar[str] = _METADATA
     name: msgspec.Raw = msgspec.Raw()
     pid: msgspec.Raw = msgspec.Raw()
+    tid: msgspec.Raw = msgspec.Raw()
     args: msgspec.Raw = msgspec.Raw()
 
 
@@ -290,7 +296,7 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], bases=(_Unread,), tag_field="ph", tag=phase, gc=False)
 
 
-Event: TypeAlias = Complete | _Instant | _Begin | _End | _Metadata
+Event: TypeAlias = Complete | _Instant | _Begin | _End | Metadata
 _unused = [_nothing(phase) for phase in "stfCBEnNODSTpFPIRcvVa(),"]
 
 
@@ -298,7 +304,7 @@ def _events(slices: type[Complete]) -> Any:
     """Return a decoder of events. Events of unused phases are decoded to structs without fields. The types of
     these structs are made at run time.
     """
-    event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End | _Metadata)
+    event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End | Metadata)
     return msgspec.json.Decoder(list[event], strict=False).decode
 
 
@@ -351,6 +357,8 @@ class Reading:
         self._work, self._linked = DeviceWork(), False
         self._labels_of: dict[bytes, bytes] = {}
         """{JSON of a process' id: JSON of the arguments of its `process_labels`}."""
+        self._device_of: dict[tuple[bytes, bytes], str] = {}
+        """{(JSON of a process' id, of a thread's): the device of the thread, by the thread's name}."""
         self._unit = "GPU"
         self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -486,7 +494,7 @@ class Reading:
             **dict.fromkeys((*_ANNOTATIONS, *_SYNCS, "Trace"), put_special),
             _ASYNC: self._asynchronous,
             _MEMORY: self._instant,
-            _METADATA: self._metadata,
+            _METADATA: self.describe,
         }
         put = put_of.get
         for event in events:
@@ -736,9 +744,13 @@ class Reading:
             self._steps.add(event.name, event.ts, event.dur)
         self._labels.add(name, event.ts, event.dur, thread)
 
-    def _metadata(self, event: _Metadata) -> None:
-        if bytes(event.name) == b'"process_labels"':
-            self._labels_of[bytes(event.pid)] = bytes(event.args)
+    def describe(self, event: Metadata) -> None:
+        """Keep what an event says of a device."""
+        name, pid, args = bytes(event.name), bytes(event.pid), bytes(event.args)
+        if name == b'"process_labels"':
+            self._labels_of[pid] = args
+        elif name == b'"thread_name"' and (named := _OF_DEVICE.search(args)) is not None:
+            self._device_of[pid, bytes(event.tid)] = named[1].decode()
 
     def _names_of_devices(self) -> dict[int | str, str]:
         """Return {device: its name}: the device's `process_labels` such as `MTIA 9`, or else `GPU 9`."""
@@ -747,7 +759,7 @@ class Reading:
             key = track.device
             names.setdefault(key, f"{self._unit} {key}" if str(key).isdigit() else str(key))
             with suppress(msgspec.DecodeError):
-                args = self._labels_of.get(msgspec.json.encode(track.row[0]), b"")
+                args = self._labels_of.get(_json(track.row[0]), b"")
                 label = msgspec.json.decode(args, type=_ProcessLabels).labels
                 if label.endswith(f" {key}") and not label.startswith("GPU "):
                     names[key] = label
@@ -773,6 +785,7 @@ class Reading:
         self.first, self.last = min(self.first, start), max(self.last, end)
 
     def finish(self, fields: TraceFields) -> TraceContent:
+        self._work.place(lambda pid, tid: self._device_of.get((_json(pid), _json(tid))))
         self._nested.nest()
         ran = Stretches.joined(self._nested.ran.values())
         if ran:

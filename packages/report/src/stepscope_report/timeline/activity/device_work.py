@@ -130,6 +130,15 @@ class DeviceWork:
             self.tracks.append(Track(key, tid, (pid, tid), in_graph))
         return number
 
+    def place(self, device_of: Callable[[int | str, int | str], str | None]) -> None:
+        """Set the device of tracks whose events state none, where `device_of` (pid, tid) knows the device."""
+        self.tracks = [
+            track._replace(device=device_of(*track.row) or track.device)
+            if track.device == track.row[0]
+            else track
+            for track in self.tracks
+        ]
+
     def totals(self) -> list[Totals]:
         """Return the totals of each name, in the order of `names`."""
         counts, sums = [0] * len(self.names), [0.0] * len(self.names)
