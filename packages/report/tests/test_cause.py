@@ -514,6 +514,34 @@ def test_a_pools_process_with_longer_calls_is_named(tmp_path: Path) -> None:
     assert (some(cause.process).name, cause.stage, cause.took_ns) == ("worker 0", "score", 230 * MS)
 
 
+def test_a_profiled_rank_that_blocked_is_named_beside_other_profiled_steps(tmp_path: Path) -> None:
+    """Rank 0 alone samples, for 700 ms, and rank 1 waits for it. In step 6, rank 0 blocks for 600 ms more."""
+    folder = StepFolder(tmp_path)
+    for number, more_ms in ((4, 0), (5, 0), (6, 600)):
+        folder = StepFolder(tmp_path, step=number)
+        until_ms = 810 + more_ms
+        for rank, begin_ms in enumerate((700, 0)):
+            trainer = folder.process("trainer", rank, owner=True)
+            trainer.profiled = rank == 0
+            if begin_ms:
+                trainer.span("load", 0, 350 * MS)
+                trainer.span("sample", 350 * MS, begin_ms * MS)
+            first_ms = begin_ms + 50 + (0 if rank else more_ms)
+            trainer.span("backward", begin_ms * MS, first_ms * MS)
+            last = trainer.span("backward", first_ms * MS, until_ms * MS)
+            trainer.span(
+                "all_reduce", (first_ms + 50) * MS, (until_ms - 10) * MS + 1, parent=last,
+                attrs={"wait": True, "group": "0", "sequence": number},
+            )  # fmt: skip
+        close(folder, until_ms * MS)
+        lines(folder, 810, {"trainer/backward": 0.11, "trainer/load": 0.35, "trainer/sample": 0.35})
+        folder.write()
+    report = seen(folder)
+    cause = some(report.cause)
+    assert (some(cause.process).name, cause.took_ns, cause.usual_ns) == ("trainer 0", 650 * MS, 55 * MS)
+    assert rules(report).isdisjoint({"uneven-profiling", "not-typical"})
+
+
 def test_no_stage_saves_more_than_the_step_took_longer(tmp_path: Path) -> None:
     """On the path, `update` takes the place of `generate`, which is as long as before, but not beside it."""
     folder = StepFolder(tmp_path)

@@ -264,6 +264,18 @@ def test_ranks_that_end_together_waited_for_the_one_that_began_last(late: int) -
     assert replay.saves_ns([("actor", "update_actor")]) >= 478 * MS
 
 
+def test_a_rank_whose_capture_ended_before_the_step_does_not_hold_it(tmp_path: Path) -> None:
+    """Each rank opens its own capture. Rank 0 sends weights for 600 ms more than rank 1."""
+    folder = StepFolder(tmp_path)
+    for rank, sync_ms in enumerate((620, 20)):
+        trainer = folder.process("trainer", rank, owner=True)
+        trainer.span("update", 0, 100 * MS)
+        trainer.span("sync_weights", 100 * MS, (100 + sync_ms) * MS)
+        trainer.close((101 + sync_ms) * MS)
+    replay = Replay(step_graph(load_step(folder.write())))
+    assert replay.saves_ns([("trainer", "sync_weights")]) == 620 * MS
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_broadcast_of_weights_to_another_role_waited_for_the_sender(together: bool) -> None:
     """If the calls end apart, they are collectives of two groups with one name."""

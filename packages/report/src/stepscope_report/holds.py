@@ -217,10 +217,9 @@ class Holds:
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
         kind = _HOLDS[name].kind
-        named = process if kind == "slow-host" else suspect.process
         if name == CORE_WAIT:
             said += self._say_host(process)
-        return suspect._replace(kind=kind, process=named, because=said)
+        return suspect._replace(kind=kind, process=process, because=said)
 
     def is_unsampled(self, suspect: Suspect) -> bool:
         """Return whether a call of the suspect ran on a host whose cores were all busy, in a thread without

@@ -11,12 +11,13 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.spans import SEQUENCE
 from stepscope.files.steps import alike
 from stepscope.files.storage import read_records
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
 from stepscope_report.holds import preempted_requests
-from stepscope_report.spans import ToolNames, few_names, whole
+from stepscope_report.spans import ToolNames, above, few_names, whole
 from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, load_step
 
@@ -40,7 +41,8 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     call_ns: Mapping[Label, int]
     """Median time in ns of a call of each stage, over all processes."""
     rank_ns: Mapping[tuple[Label, str], int] = {}
-    """{(stage, name of a process): sum in ns of the stage's calls in this process}."""
+    """{(stage, name of a process): sum in ns of the stage's calls in this process, without their waits for
+    other ranks}."""
     rank_calls: Mapping[tuple[Label, str], int] = {}
     """{(stage, name of a process): number of the stage's calls in this process}."""
     tokens: Mapping[Label, int] = {}
@@ -67,6 +69,10 @@ def near_step(path: StepPath) -> NearStep:
     ranks, rank_calls = Counter[tuple[Label, str]](), Counter[tuple[Label, str]]()
     tokens, without = Counter[Label](), set[Label]()
     for span in timeline.spans:
+        if span.dur_ns is not None and span.waits and SEQUENCE in (span.attrs or {}):
+            for around in above(timeline, span):
+                if around.process == span.process and around.dur_ns is not None:
+                    ranks[names.label_of(around), timeline.processes[span.process].name] -= span.dur_ns
         if span.dur_ns is not None:
             calls[names.label_of(span)].append(span.dur_ns)
             ranks[names.label_of(span), timeline.processes[span.process].name] += span.dur_ns

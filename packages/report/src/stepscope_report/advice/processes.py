@@ -86,8 +86,8 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
         if _is_large(gap, evidence)
     ]
     worst = max(gaps, key=lambda gap: gap.lost_ns, default=None)
-    if worst is None:
-        return None
+    if worst is None or (evidence.beside_ns or 0) * 2 >= worst.lost_ns:
+        return None  # the first line says how much longer than in other profiled steps the process took
     stage, slowest = worst.stage, worst.slowest
     alike = (
         "ranks: all, or no engines in the capture"

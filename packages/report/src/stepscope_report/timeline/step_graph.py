@@ -564,9 +564,9 @@ class _Running:
 
 
 def _end_ns(process: Process, window_ns: int) -> int:
-    """Return the end of a process' root: the end of the step, or the owner's own closing if later."""
+    """Return the end of a process' root: the owner's own closing, or else the end of the step."""
     closed_ns = process.closed_ns if process.owner and process.aligned else None
-    return max(closed_ns or 0, window_ns)
+    return window_ns if closed_ns is None else closed_ns
 
 
 def _collective_of(span: Span) -> tuple[object, ...] | None:
