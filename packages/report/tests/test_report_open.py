@@ -14,6 +14,7 @@ from packages.report.tests.test_cli import a_run
 from packages.report.tests.traces import kernel, op, write_trace
 from stepscope.errors import RecordError, StepscopeError
 from stepscope_report import OpenRun, OpenTraces
+from tests.tree import ROOT
 
 
 def open_run(path: Path) -> OpenRun:
@@ -30,6 +31,13 @@ def test_a_run_has_its_steps_by_number(tmp_path: Path) -> None:
     assert "steps 2, 4" in repr(run)
     with pytest.raises(KeyError, match=r"step 3 .*captured: 2, 4"):
         run[3]
+
+
+def test_the_example_of_the_package_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "outputs/profile")
+    monkeypatch.chdir(tmp_path)
+    readme = (ROOT / "packages/report/README.md").read_text()
+    exec(readme.partition("```python\n")[2].partition("```")[0], {})  # as a reader would
 
 
 def test_a_notebook_shows_the_brief(tmp_path: Path) -> None:
