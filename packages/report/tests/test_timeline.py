@@ -259,6 +259,33 @@ def test_a_step_that_a_resumed_run_repeats_is_that_of_the_last_process(
     assert [span.stage for span in timeline.spans] == ["update"] * len(timeline.processes)
 
 
+@pytest.mark.parametrize("skew_s", [-30, 0, 30])
+@pytest.mark.parametrize("kind", ["ranks", "measured", "workers"])
+def test_parts_of_other_hosts_belong_to_an_attempt_whatever_their_clocks(
+    tmp_path: Path, kind: str, skew_s: int
+) -> None:
+    """Workers that nobody measured are told apart if the attempts lie further apart than the clocks."""
+    path = tmp_path
+    for pid, at_ms in ((100, 0), (200, 5000 if kind != "workers" else 200_000)):
+        folder = StepFolder(tmp_path, opened_ns=OPENED_NS + at_ms * MS)
+        other, skew_ns = kind == "ranks", skew_s * 1000 * MS
+        first = folder.process("trainer", 0, owner=True, pid=pid)
+        elsewhere = folder.process(
+            "trainer" if other else "actor", 1, owner=other, pid=pid, host="host-b", skew_ns=skew_ns
+        )
+        if kind == "measured":
+            first.measures(elsewhere, 0)
+        for process in (first, elsewhere):
+            process.imported_at_ns = -900 * MS
+            process.span("update", 5 * MS, 25 * MS)
+            process.close(30 * MS)
+        path = folder.write()
+    timeline = load_step(path)
+    assert [(process.info.host, process.info.pid) for process in timeline.processes] == [
+        ("host-a", 200), ("host-b", 200),
+    ]  # fmt: skip
+
+
 RETRIED = """
 import sys
 from stepscope import ProfileConfig, capture, span

@@ -218,27 +218,56 @@ def of_the_last(taken: Sequence[T]) -> list[T]:
                 for key, worker in last.items()
                 if worker.owner or _took_part(worker, owner, before)
             }
-    since_ns = _resumed_ns([one for one in last.values() if one.owner])
-    return [one for one in taken if last.get(one.process.key) is one and _ended_ns(one) >= since_ns]
+    owners = [one for one in last.values() if one.owner]
+    resumed = _resumed(owners)
+    return [
+        one
+        for one in taken
+        if last.get(one.process.key) is one and (resumed is None or _is_after(one, resumed, owners))
+    ]
 
 
 def _ended_ns(one: Taken) -> int:
     return (one.closed or one.opened).wall_ns
 
 
-def _resumed_ns(owners: Sequence[Taken]) -> int:
-    """Return the time at which the run was resumed with its id and then repeated the step, or 0 if it was
-    not.
+def _resumed(owners: Sequence[T]) -> T | None:
+    """Return the last owner if the run was resumed with its id and then repeated the step, else None.
 
     An owner was resumed if an owner of its role and rank had closed before it imported stepscope.
     """
     last = max(owners, key=lambda one: one.opened.wall_ns, default=None)
-    if last is None or last.imported_ns is None:
-        return 0
-    place = last.process.role, last.process.rank
-    before = (one for one in owners if one is not last and (one.process.role, one.process.rank) == place)
     # The last owner itself may seem to end before its import, if its clock was set back.
-    return last.imported_ns if any(_ended_ns(one) < last.imported_ns for one in before) else 0
+    return last if any(_replaces(last, one) for one in owners if last is not None) else None
+
+
+def _replaces(later: Taken | None, one: Taken) -> bool:
+    """Return whether an owner ended before another owner of its role and rank had imported stepscope."""
+    if later is None or later is one or later.imported_ns is None:
+        return False
+    is_place = (later.process.role, later.process.rank) == (one.process.role, one.process.rank)
+    return is_place and _ended_ns(one) < later.imported_ns
+
+
+_SKEW_NS = 60 * 10**9
+"""Largest difference that is assumed between the clocks of two hosts."""
+
+
+def _is_after(one: Taken, resumed: Taken, owners: Sequence[Taken]) -> bool:
+    """Return whether a process took part in the attempt that began with the import of stepscope in
+    `resumed`.
+
+    A clock of another host may be ahead or behind. Its process is of the attempt if the attempt measured its
+    clock, or if it imported stepscope in the attempt, or ended long after the attempt began.
+    """
+    since_ns = resumed.imported_ns or 0
+    if one.process.host == resumed.process.host or one.imported_ns is None:
+        return _ended_ns(one) >= since_ns
+    if one.owner and any(_replaces(later, one) for later in owners):
+        return False
+    if any(clock.process == one.process.key for owner in owners for clock in owner.clocks):
+        return any(clock.process == one.process.key for clock in resumed.clocks)
+    return one.imported_ns >= since_ns - _SKEW_NS or _ended_ns(one) >= since_ns + _SKEW_NS
 
 
 def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:
