@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.config import ProfileConfig, RoleConfig, StepRange, ThroughputConfig, TorchConfig, resolve
+from stepscope.config import (
+    RESERVED_VARIABLES,
+    ProfileConfig,
+    RoleConfig,
+    StepRange,
+    ThroughputConfig,
+    TorchConfig,
+    resolve,
+)
 from stepscope.errors import ConfigError
 
 
@@ -41,6 +49,11 @@ def test_arguments_lie_over_the_environment_over_a_file_over_the_defaults(writte
 def test_the_environment_is_the_process_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_MODE", "discrete")
     assert resolve().mode == "discrete"
+
+
+def test_no_other_variable_has_the_name_of_a_field() -> None:
+    assert resolve(environ={"STEPSCOPE_COLLECTIVES": "off"}).collectives is False
+    assert not {f"STEPSCOPE_{name.upper()}" for name in ProfileConfig.__struct_fields__} & RESERVED_VARIABLES
 
 
 def test_the_environment_names_the_file_when_nobody_else_does(written: Path) -> None:

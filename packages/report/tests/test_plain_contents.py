@@ -385,10 +385,10 @@ def test_a_variable_names_further_collectives(
         return [row["communication_ns"] for row in rows]
 
     assert communication_ns() == [0]
-    monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "my_ring|other")
+    monkeypatch.setenv("STEPSCOPE_COLLECTIVE_KERNELS", "my_ring|other")
     assert communication_ns() == [10_000]
-    monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "(")
-    assert "STEPSCOPE_COLLECTIVES" in command("report", tmp_path, code=2).err
+    monkeypatch.setenv("STEPSCOPE_COLLECTIVE_KERNELS", "(")
+    assert "STEPSCOPE_COLLECTIVE_KERNELS" in command("report", tmp_path, code=2).err
 
 
 BANDWIDTHS = {

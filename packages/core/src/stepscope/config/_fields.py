@@ -143,11 +143,13 @@ def take(kind: object, value: object, field: str) -> object:
 
 
 def convert(kind: object, value: object, field: str, *, from_text: bool = False) -> object:
-    """Return `value` converted to type `kind`, which contains no section. With `from_text`, "1" is a number
-    and "true" is a boolean.
+    """Return `value` converted to type `kind`, which contains no section. With `from_text`, "1" is a number,
+    and "true" and "on" are booleans.
     """
     if value is False and "off" in get_args(kind):
         value = "off"  # YAML reads the word off as false
+    elif from_text and kind is bool:
+        value = {"on": True, "off": False}.get(str(value).lower(), value)  # as YAML reads these words
     try:
         taken: object = msgspec.convert(value, kind, strict=not from_text)
     except msgspec.ValidationError:

@@ -27,7 +27,7 @@ _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
 """Variables that stepscope sets for `finish.command`."""
 RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name
-    for name in ("COLLECTIVES", "CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
+    for name in ("COLLECTIVE_KERNELS", "CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )
 """`STEPSCOPE_` variables that are not fields of `ProfileConfig`."""
 

@@ -62,8 +62,8 @@ def work_of(cat: str, name: str) -> Work:
 
 
 def named_collectives() -> str:
-    """Return the user's patterns of collectives (`STEPSCOPE_COLLECTIVES`), or an empty text."""
-    return os.environ.get("STEPSCOPE_COLLECTIVES", "")
+    """Return the user's patterns of collectives (`STEPSCOPE_COLLECTIVE_KERNELS`), or an empty text."""
+    return os.environ.get("STEPSCOPE_COLLECTIVE_KERNELS", "")
 
 
 def _is_named(name: str) -> bool:
@@ -77,7 +77,10 @@ def _pattern(patterns: str) -> re.Pattern[str]:
         return re.compile(patterns)
     except re.error as error:
         raise ConfigError(
-            "STEPSCOPE_COLLECTIVES", patterns, "a regular expression of kernel names", f"correct it: {error}"
+            "STEPSCOPE_COLLECTIVE_KERNELS",
+            patterns,
+            "a regular expression of kernel names",
+            f"correct it: {error}",
         ) from error
 
 
