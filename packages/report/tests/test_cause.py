@@ -1071,13 +1071,13 @@ def test_a_stage_in_which_a_rank_died_grew_in_no_single_rank(tmp_path: Path) -> 
 
 
 def test_a_call_without_an_end_that_no_step_before_had_is_told_with_its_time(tmp_path: Path) -> None:
-    for number, took_ms in ((4, 0), (5, 2500)):
-        folder = StepFolder(tmp_path, step=number)
-        driver = folder.process("trainer", owner=True)
+    before, folder = StepFolder(tmp_path, step=4), StepFolder(tmp_path, step=5)
+    for one, took_ms in ((before, 0), (folder, 2500)):
+        driver = one.process("trainer", owner=True)
         driver.span("update", 5 * MS, 10 * MS)
         if took_ms:
             driver.span("search", 12 * MS, None, role="env")
-        close(folder, (15 + took_ms) * MS)
-        folder.write()
+        close(one, (15 + took_ms) * MS)
+    before.write()
     cause = some(seen(folder).cause)
     assert (cause.kind, cause.stage, cause.took_ns, cause.usual_ns) == ("slow-tool", "search", 2503 * MS, 0)
