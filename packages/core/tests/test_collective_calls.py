@@ -198,6 +198,45 @@ def test_buckets_of_ddp_have_a_begin_and_are_counted_where_no_rank_waits(config:
     assert f"{buckets} collectives that Python did not call, such as DDP" in page
 
 
+@pytest.mark.usefixtures("group")
+def test_calls_of_a_group_that_was_made_again_at_once_are_told_apart(
+    tmp_path: Path, config: ProfileConfig
+) -> None:
+    """Python issued the call with the same name and number in the old group, C++ in the new one."""
+    with capture(1, config=config):
+        since_ns = time.monotonic_ns()
+        distributed.all_reduce(torch.ones(2))
+        distributed.destroy_process_group()
+        store = FileStore(str(tmp_path / "again"), 1)
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        distributed.all_reduce(torch.ones(2))
+        new, old = collective_calls.seen.pop(), collective_calls.seen[-1]
+        assert new[:2] == old[:2]
+        begins_ns = [span.start_ns for span in collective_calls.issued(standing_recorder().log, since_ns)]
+    assert begins_ns == [pytest.approx(new[2], abs=20_000_000)]
+    assert begins_ns[0] > old[2]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_call_that_python_notes_while_torch_is_asked_is_not_one_of_cpp(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c10d: Any = torch._C._distributed_c10d
+    dump = c10d._dump_fr_trace_json
+    with capture(1, config=config):
+        since_ns = time.monotonic_ns()
+        distributed.all_reduce(torch.ones(2))
+        noted = collective_calls.seen.pop()
+
+        def noting(**which: bool) -> str:
+            text: str = dump(**which)
+            collective_calls.seen.append(noted)
+            return text
+
+        monkeypatch.setattr(c10d, "_dump_fr_trace_json", noting)
+        assert collective_calls.issued(standing_recorder().log, since_ns) == []
+
+
 LATE = """
 import os, sys, time, torch, torch.distributed as dist
 from stepscope import capture, configure, span

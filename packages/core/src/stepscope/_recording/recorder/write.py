@@ -54,6 +54,8 @@ _KEPT = "the passes that the engine kept"
 _OLDER = "earlier passes were not kept: the engine did not keep any yet, or recorder.memory_mb was too small"
 _ASK_S = 2.0
 """Longest wait for torch's flight recorder, which may block."""
+_JUST_NS = 50_000_000
+"""Python code may have issued a call this long ago without having noted it yet."""
 _BATCH = 500
 """Number of spans that are encoded without a pause, in about 2 ms. After that, other threads get the GIL for
 the same time."""
@@ -163,8 +165,12 @@ class StepWriter:
         trigger = None if self._order is None else self._order.trigger
         if windows and trigger in STANDS_STILL:
             self._write_state(windows[-1])
+        issued = self._issued(windows)
+        if any(span.start_ns > time.monotonic_ns() - _JUST_NS for span in issued):
+            time.sleep(_JUST_NS / 1e9)
+            issued = self._issued(windows)
         copied, lost = self._copy()
-        spans = _by_window([*copied.spans, *self._issued(windows)], windows)
+        spans = _by_window([*copied.spans, *issued], windows)
         written = [
             self._write(
                 window,

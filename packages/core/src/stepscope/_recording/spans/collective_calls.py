@@ -21,8 +21,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -249,6 +249,11 @@ class _Call(msgspec.Struct):
     thread_id: str = ""
     is_p2p: bool = False
 
+    @property
+    def group(self) -> str:
+        """Name of the process group."""
+        return self.process_group[0]
+
 
 class _Dump(msgspec.Struct):
     entries: list[_Call] = []
@@ -286,23 +291,37 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
     if dump is None or not is_on():
         return []
     now = clock.read_anchor()
-    by_python = {(name, number): at_ns for name, number, at_ns in list(seen)}
+    text = dump(includeCollectives=True, onlyActive=False)
+    calls = msgspec.json.decode(text, type=_Dump, strict=False).entries
+    starts_ns = [call.time_created_ns - now.wall_ns + now.mono_ns for call in calls]
+    noted, spans = _noted(calls, starts_ns), list[Span]()
     threads = {str(thread.ident): fork.native_id_of(thread) for thread in threading.enumerate()}
-    text, spans = dump(includeCollectives=True, onlyActive=False), []
-    for call in msgspec.json.decode(text, type=_Dump, strict=False).entries:
-        group, number = call.process_group[0], call.collective_seq_id
-        start_ns = call.time_created_ns - now.wall_ns + now.mono_ns
-        # A group that was destroyed and made again has the name and the numbers of the old group.
-        is_seen = abs(start_ns - by_python.get((group, number), 0)) < _BEFORE_NS
-        is_own = call.profiling_name.startswith(_GLOO) and not call.is_p2p and not is_seen
+    for at, (call, start_ns) in enumerate(zip(calls, starts_ns, strict=True)):
+        is_own = call.profiling_name.startswith(_GLOO) and not call.is_p2p and at not in noted
         if not is_own or start_ns < since_ns:
             continue
         stage = call.profiling_name[len(_GLOO) :]
-        attrs: dict[str, AttrValue] = {BEGIN_ONLY: True, GROUP: group, SEQUENCE: number}
+        attrs: dict[str, AttrValue] = {BEGIN_ONLY: True, GROUP: call.group, SEQUENCE: call.collective_seq_id}
         span = Span(log, stage, None, attrs, thread=threads.get(call.thread_id, 0), id=next_id())
         span.start_ns = span.end_ns = start_ns
         spans.append(span)
     return spans
+
+
+def _noted(calls: Sequence[_Call], starts_ns: Sequence[int]) -> set[int]:
+    """Return the indices of the calls that Python code issued.
+
+    A group that was destroyed and made again has the name and the numbers of the old group, so each call of
+    Python is the nearest one in time.
+    """
+    alike = defaultdict[tuple[str, int], list[int]](list)
+    for at, call in enumerate(calls):
+        alike[call.group, call.collective_seq_id].append(at)
+    noted = set[int]()
+    for name, number, at_ns in list(seen):
+        after_ns = {at: abs(starts_ns[at] - at_ns) for at in alike.get((name, number), ())}
+        noted |= {at for at, ns in after_ns.items() if ns == min(after_ns.values()) and ns < _BEFORE_NS}
+    return noted
 
 
 def _has_unseen(since_ns: int) -> bool:
