@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, span
@@ -30,7 +32,8 @@ from stepscope._recording.counters.load import (
     garbage,
 )
 from stepscope._recording.spans.span import thread as of_spans
-from stepscope.files.counters import EVENT_LOOP, IN
+from stepscope.backends.counters import CounterSource
+from stepscope.files.counters import EVENT_LOOP, GC, IN
 from stepscope_report.sections.counters import late_loops
 from stepscope_report.timeline import Counter, load_step
 
@@ -123,13 +126,40 @@ def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
         times.clear()
         gc.collect()
         took = times[1] - times[0]
-        percent, passed = share.sample()[""], time.monotonic_ns() - began
+        assert stopped_ns(share, began) == pytest.approx(took, rel=0.1)
         assert longest.sample()[""] == pytest.approx(took / 1e6, rel=0.1, abs=0.5)
-        assert percent == pytest.approx(100 * took / passed, rel=0.1)
     finally:
         gc.callbacks.pop()
         share.close()
     assert len(gc.callbacks) == before
+
+
+def stopped_ns(share: CounterSource, since_ns: int) -> float:
+    """Return the time in the collector since the previous sample, by all values of this sample."""
+    last = share.sample()
+    total = 0.0
+    for at_ns, values in (*share.earlier(), (time.monotonic_ns(), last)):
+        total += values[""] / 100 * (at_ns - since_ns)
+        since_ns = at_ns
+    return total
+
+
+def test_a_long_run_of_the_collector_has_its_own_place_between_two_samples(config: ProfileConfig) -> None:
+    """At two samples a second, the run lies anywhere between them."""
+    rare = msgspec.structs.replace(config, counters=msgspec.structs.replace(config.counters, hz=2))
+    circles = [[] for _ in range(200_000)]  # type: ignore[var-annotated]  # each run visits them
+    with capture(1, config=rare):
+        time.sleep(0.2)
+        began = time.monotonic()
+        while time.monotonic() < began + 0.1:
+            gc.collect()
+        took_s = time.monotonic() - began
+        time.sleep(0.2)
+    del circles
+    share = counter(rare, GC)
+    pieces = zip(pairwise(share.times_ns), share.values[1:], strict=True)
+    long = [(end_ns - start_ns) / 1e9 for (start_ns, end_ns), percent in pieces if percent > 70]
+    assert sum(long) == pytest.approx(took_s, rel=0.3)
 
 
 def test_a_sample_within_a_collection_counts_what_has_passed_of_it() -> None:
@@ -149,7 +179,9 @@ def test_a_sample_within_a_collection_counts_what_has_passed_of_it() -> None:
         circle.own = circle  # type: ignore[attr-defined]
         del circle
         gc.collect()
-        (first,), second = within, share.sample()[""]
+        share.sample()
+        (first,), ((_, values),) = within, share.earlier()
+        second = values[""]
         assert 50 < first <= 100
         assert 50 < second <= 100
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stepscope.files.counters import CounterKind, CounterScope
@@ -43,6 +43,13 @@ class CounterSource(Protocol):
         Return {} if there is no value now. A counter whose `sample` raised is not sampled again.
         """
         ...
+
+    def earlier(self) -> Sequence[tuple[int, Mapping[str, float]]]:
+        """Return (CLOCK_MONOTONIC in ns, values) for moments between the last two samples, in order.
+
+        Called after `sample`. Override this if the counter knows when its value changed.
+        """
+        return ()
 
     def close(self) -> None:
         """Release the resources of the counter. `sample` is not called afterwards."""

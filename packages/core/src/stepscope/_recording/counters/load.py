@@ -11,7 +11,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -38,6 +38,11 @@ from stepscope.files.counters import (
 _MOST_THREADS = 200
 """Largest number of threads that one `ThreadCoreWait` samples, because a program may start a thread for each
 call."""
+_LONG_NS = 20_000_000
+"""A stretch of runs of the garbage collector that takes longer has values of its own, so that its time is
+known."""
+_NEAR_NS = 5_000_000
+"""Runs of the garbage collector with less time between them are one stretch."""
 
 
 class ProcessCpu(CounterSource):
@@ -202,6 +207,11 @@ class GarbageShare(CounterSource):
         """{number: monotonic ns}. Each run of the collector has four entries: two for its start, two for its
         end."""
         self._read = 0
+        self._stretches = list[tuple[int, int, int, int]]()
+        """(begin, end, total at the begin, total at the end) of runs in close succession since the last
+        sample, in ns."""
+        self._earlier = list[tuple[int, Mapping[str, float]]]()
+        """Values at the beginnings and ends of long stretches since the last sample."""
         times = map(self._times.setdefault, count(), iter(time.monotonic_ns, None))
         # `max(phase, info)` calls its key for both arguments, so each call notes the time twice.
         self._called = partial(max, key=partial(next, times))
@@ -212,15 +222,34 @@ class GarbageShare(CounterSource):
         while self._read + 3 in self._times:
             began_ns, _, ended_ns, _ = map(self._times.pop, range(self._read, self._read + 4))
             self._read += 4
-            self._ended_ns += ended_ns - began_ns
             self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
+            total_ns = self._ended_ns
+            self._ended_ns += ended_ns - began_ns
+            if self._stretches and began_ns - self._stretches[-1][1] < _NEAR_NS:
+                began_ns, _, total_ns, _ = self._stretches.pop()
+            self._stretches.append((began_ns, ended_ns, total_ns, self._ended_ns))
 
     def sample(self) -> Mapping[str, float]:
         self.read()
+        stretches, self._stretches = self._stretches, []
+        edges = (
+            edge
+            for began_ns, ended_ns, before_ns, after_ns in stretches
+            if ended_ns - began_ns >= _LONG_NS
+            for edge in ((began_ns, before_ns), (ended_ns, after_ns))
+        )
+        self._earlier = [(at_ns, self._since(at_ns, ns)) for at_ns, ns in edges if at_ns > self._at_ns]
         began_ns, at_ns = self._times.get(self._read), time.monotonic_ns()
         total_ns = self._ended_ns
         if began_ns is not None:  # a finalizer let this thread run within a run of the collector
             total_ns += min(at_ns, self._times.get(self._read + 2, at_ns)) - began_ns
+        return self._since(at_ns, total_ns)
+
+    def earlier(self) -> Sequence[tuple[int, Mapping[str, float]]]:
+        return self._earlier
+
+    def _since(self, at_ns: int, total_ns: int) -> Mapping[str, float]:
+        """Return the share of time in the collector from the previous value to `at_ns`."""
         passed_ns, paused_ns = at_ns - self._at_ns, total_ns - self._until_then_ns
         self._at_ns, self._until_then_ns = at_ns, total_ns
         return {"": 100 * paused_ns / passed_ns} if passed_ns > 0 else {}

@@ -271,7 +271,7 @@ class Sampler:
                 self._keep(at_ns, values)
                 at_ns, values = now_ns, {}
             if self._is_due(source, at_ns):
-                values.update(self._values(source))
+                values.update(self._values(source, at_ns))
         self._keep(at_ns, values)
         if self.ticked is not None:
             self.ticked()
@@ -293,22 +293,29 @@ class Sampler:
         self._due_ns[id(source)] = at_ns + round(source.interval_s * _DUE * 1e9)
         return True
 
-    def _values(self, source: CounterSource) -> dict[int, float]:
+    def _values(self, source: CounterSource, at_ns: int) -> dict[int, float]:
+        """Return the values that a counter has now, and keep its values of earlier moments."""
         began_ns = monotonic_ns()
         try:
             sampled = source.sample()
+            for past_ns, values in source.earlier():
+                last_ns = self._ticks[-1].at_ns if self._ticks else past_ns
+                self._keep(min(max(past_ns, last_ns), at_ns), self._numbered(source, values))
             (self._slow.add if monotonic_ns() - began_ns > _SLOW_NS else self._slow.discard)(id(source))
-            values = dict[int, float]()
-            for of, value in sampled.items():
-                number, value = self._number(source, of), float(value)  # numpy numbers are not JSON
-                if number is not None and math.isfinite(value):
-                    values[number] = rounded(value)
-            return values
+            return self._numbered(source, sampled)
         except ours() as error:
             self._sources.remove(source)
             self.absent[source.name] = failures.describe(error)
             failures.note(f"the counter {source.name}", error)
             return {}
+
+    def _numbered(self, source: CounterSource, sampled: Mapping[str, float]) -> dict[int, float]:
+        values = dict[int, float]()
+        for of, value in sampled.items():
+            number, value = self._number(source, of), float(value)  # numpy numbers are not JSON
+            if number is not None and math.isfinite(value):
+                values[number] = rounded(value)
+        return values
 
     def _number(self, source: CounterSource, of: str) -> int | None:
         number = self._numbers.get((source.name, of))
