@@ -823,6 +823,46 @@ def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp
     assert (cause.kind, cause.ns) == ("gc", 300 * MS)
 
 
+def test_a_collector_that_ran_in_no_stage_explains_its_time(tmp_path: Path) -> None:
+    for number in (4, 5):
+        tools(tmp_path, step=number).write()
+    folder = tools(tmp_path, step=6)
+    percent(folder.processes[0], "garbage collector", {0: 0, 360: 0, 1360: 99, 1370: 0})
+    close(folder, 1370 * MS)
+    assert told(seen(folder).cause) == ("gc", "trainer", None, 990)
+
+
+@pytest.mark.parametrize("sleeps", [0, 1])
+def test_the_rank_that_waited_for_its_disk_is_named_if_a_stage_grew_in_all_ranks(
+    tmp_path: Path, sleeps: int
+) -> None:
+    folders = {number: StepFolder(tmp_path, step=number) for number in (4, 5, 6)}
+    for number, folder in folders.items():
+        trainer, end_ms = folder.process("trainer", owner=True), 595 if number == 6 else 105
+        around = trainer.span("train", 0, (end_ms + 5) * MS)
+        actors = [folder.process("actor", rank) for rank in range(2)]
+        for rank, actor in enumerate(actors):
+            link = trainer.link(around)
+            actor.span("backward", 5 * MS, (end_ms - (rank != sleeps)) * MS, link=link)
+        if number == 6:
+            percent(actors[sleeps], "main thread in disk sleep", from_0(100, range(100, 600, 100)))
+        close(folder, (end_ms + 10) * MS)
+        folder.write()
+    assert told(seen(folders[6]).cause) == ("slow-storage", f"actor {sleeps}", "backward", 490)
+
+
+def test_a_rank_that_others_await_in_traces_while_it_collects_is_told_once(folder: StepFolder) -> None:
+    for rank in range(2):
+        trainer = folder.process("trainer", rank, owner=True)
+        trainer.span("update", 5 * MS, 995 * MS)
+        ran = event("gloo:all_reduce", "user_annotation", 450_000 if rank else 50_000, 10_000, tid=2)
+        add_trace(folder, trainer, [{**ran, "dur": 460_000 - ran["ts"]}])
+    percent(folder.processes[1], "garbage collector", {0: 0, 50: 0, 450: 95, 1000: 0})
+    close(folder, 1000 * MS)
+    cause = some(reported(folder, traces=True).cause)
+    assert (told(cause), cause.others) == (("gc", "trainer 1", None, 380), ())
+
+
 @pytest.mark.parametrize(
     ("counter", "kind"),
     [

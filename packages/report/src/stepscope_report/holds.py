@@ -57,6 +57,11 @@ def preempted_requests(timeline: Timeline) -> Counter[int]:
     return +stated or +counted
 
 
+def held_ns(pieces: Iterable[Piece]) -> int:
+    """Return for how many ns a process was held up, according to a counter in percent."""
+    return round(sum(piece.value / 100 * (piece.end_ns - piece.start_ns) for piece in pieces))
+
+
 def _described(counter: model.Counter, timeline: Timeline) -> Iterable[int]:
     """Return the processes that a counter describes: the process that sampled the counter,
     or all processes of its host.
@@ -185,20 +190,16 @@ class Holds:
         if suspect.kind not in _WORKS:
             return suspect
         spans = self._timeline.spans
+        processes = dict.fromkeys(spans[node].process for node in suspect.nodes)
+        held_ns = Counter({process: sum(self._held(suspect, process).values()) for process in processes})
         process = suspect.process
-        if process is None and suspect.nodes:
-            process = spans[suspect.nodes[0]].process
+        if process is None and held_ns:
+            process = max(held_ns, key=lambda one: held_ns[one])
         if process is None:
             return suspect
         own = [node for node in suspect.nodes if spans[node].process == process]
-        pid = self._pid(process)
-        every = [(spans[node].start_ns, self._timeline.until_ns(spans[node])) for node in own]
-        of_thread: dict[int, list[Pair]] = defaultdict(list, {pid: list(suspect.spells)})
-        for node, pair in zip(own, every, strict=True):
-            of_thread[spans[node].thread].append(pair)
-        held = {name: self.ns(process, name, [*every, *suspect.spells]) for name in _HOLDS}
-        held[CORE_WAIT] = 0
-        held[DISK_SLEEP] = self.ns(process, DISK_SLEEP, of_thread[pid])
+        pid, every, of_thread = self._pid(process), self._extents(own), self._threads(suspect, process)
+        held = self._held(suspect, process)
         # If a call is a collective, other threads send its data.
         meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)
         most_ns = sum(
@@ -217,9 +218,32 @@ class Holds:
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
         kind = _HOLDS[name].kind
+        is_alone = all(2 * ns < held_ns[process] for one, ns in held_ns.items() if one != process)
+        named = process if kind == "slow-host" or is_alone else suspect.process
         if name == CORE_WAIT:
             said += self._say_host(process)
-        return suspect._replace(kind=kind, process=process, because=said)
+        return suspect._replace(kind=kind, process=named, because=said)
+
+    def _extents(self, nodes: Iterable[int]) -> list[Pair]:
+        spans = self._timeline.spans
+        return [(spans[node].start_ns, self._timeline.until_ns(spans[node])) for node in nodes]
+
+    def _threads(self, suspect: Suspect, process: int) -> Mapping[int, list[Pair]]:
+        """Return {thread of a process: stretches of the suspect's calls}."""
+        of_thread: dict[int, list[Pair]] = defaultdict(list, {self._pid(process): list(suspect.spells)})
+        for node in suspect.nodes:
+            if self._timeline.spans[node].process == process:
+                of_thread[self._timeline.spans[node].thread] += self._extents([node])
+        return of_thread
+
+    def _held(self, suspect: Suspect, process: int) -> dict[str, int]:
+        """Return {counter: ns of the suspect's calls in a process that were held up}, without waits for a
+        core.
+        """
+        of_thread = self._threads(suspect, process)
+        every = [pair for pairs in of_thread.values() for pair in pairs]
+        held = {name: self.ns(process, name, every) for name in _HOLDS}
+        return {**held, CORE_WAIT: 0, DISK_SLEEP: self.ns(process, DISK_SLEEP, of_thread[self._pid(process)])}
 
     def is_unsampled(self, suspect: Suspect) -> bool:
         """Return whether a call of the suspect ran on a host whose cores were all busy, in a thread without

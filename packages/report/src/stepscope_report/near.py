@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import RecordError
+from stepscope.files.counters import GC
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.spans import SEQUENCE
@@ -16,7 +17,8 @@ from stepscope.files.steps import alike
 from stepscope.files.storage import read_records
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
-from stepscope_report.holds import preempted_requests
+from stepscope_report.holds import held_ns, preempted_requests
+from stepscope_report.sections.counters import pieces_of
 from stepscope_report.spans import ToolNames, above, few_names, whole
 from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, load_step
@@ -49,6 +51,8 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the attribute `tokens` of each stage's calls, for stages in which all calls have it."""
     preempted: int = 0
     """Number of requests that engines preempted."""
+    collected_ns: Mapping[str, int] = {}
+    """{name of a process: time in ns for which Python's garbage collector stopped the process}."""
     profiled: bool = False
     """True if a profiler recorded a process of the step."""
 
@@ -92,6 +96,11 @@ def near_step(path: StepPath) -> NearStep:
         rank_calls=rank_calls,
         tokens={label: number for label, number in tokens.items() if label not in without},
         preempted=sum(preempted_requests(timeline).values()),
+        collected_ns={
+            timeline.processes[counter.process].name: held_ns(pieces_of(counter, timeline))
+            for counter in timeline.counters
+            if counter.name == GC
+        },
         profiled=any(process.profiled for process in timeline.processes),
     )
 

@@ -152,7 +152,7 @@ def explain(
     for one in found:
         if one.kind == "event-loop":
             blocked[one.process] += one.ns or 0
-    within = list(_late_outside(found, path, near)) if near else found[:]
+    within = [*_late_outside(found, path, near), *_collected(found, timeline, near)] if near else found[:]
     within = [one for one in within if one.kind != "between-steps"]  # that time is not in the step
     """Suspects within the step that count as an explanation of the step's excess. If there are captured
     neighbours, few suspects count, because the neighbours may have the same suspects."""
@@ -172,6 +172,7 @@ def explain(
         ]
     )
     found += [one for one in grown if not _is_known(one, found, within)]
+    found = _told_once(ranked(found))
     unexplained_ns = max(0, excess_ns - explained_ns)
     doubtful_ns = sum(one.longer_ns for one in longer) - sum(one.longer_ns for one in grown)
     doubtful_ns += holds.may_lack_ns(path)
@@ -199,14 +200,31 @@ def explain(
 
 
 def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Yield the suspects for late ranks whose delay is explained by time in no span, as far as this time is
+    """Return the suspects for late ranks whose delay is explained by time in no span, as far as this time is
     longer than in the captured neighbouring steps.
     """
     longer_ns = near_step(path).outside_ns - middle(step.outside_ns for step in near)
     return (
         one
         for one in found
-        if one.kind == "late-rank" and one.label is None and one.longer_ns <= 2 * longer_ns
+        if (one.kind == "late-rank" or one.spells)
+        and one.kind != "event-loop"
+        and one.label is None
+        and one.longer_ns <= 2 * longer_ns
+    )
+
+
+def _collected(found: Iterable[Suspect], timeline: Timeline, near: Sequence[NearStep]) -> Iterator[Suspect]:
+    """Return the suspects whose process Python's garbage collector stopped for at least twice as long as in
+    the captured neighbouring steps.
+    """
+    names = [process.name for process in timeline.processes]
+    return (
+        one
+        for one in found
+        if one.kind == "gc"
+        and one.process is not None
+        and one.longer_ns >= 2 * middle(step.collected_ns.get(names[one.process], 0) for step in near)
     )
 
 
@@ -257,13 +275,19 @@ def _stood_still(suspect: Suspect, found: Iterable[Suspect], timeline: Timeline)
         span = timeline.spans[node]
         calls[span.process].append((span.start_ns, timeline.until_ns(span)))
     if not calls and suspect.process is not None:
-        calls[suspect.process] += suspect.within
+        calls[suspect.process] += (*suspect.within, *suspect.spells)
     stood_ns = sum(
         common_ns(calls[one.process], one.spells)
         for one in found
         if one.kind == "event-loop" and one.process is not None
     )
     return suspect.kind != "event-loop" and (suspect.ns or suspect.longer_ns) * 4 <= stood_ns * 5
+
+
+def _told_once(found: Iterable[Suspect]) -> list[Suspect]:
+    """Return the suspects without those for a process whose garbage collector an earlier suspect names."""
+    first: dict[int | None, Suspect] = {}
+    return [one for one in found if one.kind != "gc" or first.setdefault(one.process, one) is one]
 
 
 def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
@@ -724,12 +748,14 @@ def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
     if pair is None:
         return
     waits, last = pair
-    names = [process.name for process in sources.timeline.processes]
+    at = [process.name for process in sources.timeline.processes].index(last.process)
     ns = waits.awaited_ns - (last.skew_ns or 0)
-    if (
-        ns * LEAST_OF_CALLS >= sources.timeline.window.wall_ns
-        and (at := names.index(last.process)) not in known
-    ):
+    collected_ns = near_step(sources.path).collected_ns.get(last.process, 0)
+    if ns * LEAST_OF_CALLS < sources.timeline.window.wall_ns or at in known:
+        return
+    if collected_ns * 2 >= ns:
+        yield Suspect("gc", min(ns, collected_ns), collected_ns, process=at)
+    else:
         yield Suspect("late-rank", ns, ns, process=at, beside=waits.process)
 
 
