@@ -190,6 +190,24 @@ def test_a_late_rank_has_all_of_its_micro_batches_counted(tmp_path: Path, more_m
         assert (cause.took_ns, cause.usual_ns) == (720 * MS, 120 * MS)
 
 
+def test_a_rank_that_is_late_inside_its_calls_is_told_by_their_stage(tmp_path: Path) -> None:
+    """Each forward pass gathers weights after 20 ms, and on rank 1 after 170 ms."""
+    folder = StepFolder(tmp_path)
+    for rank in range(2):
+        trainer, own_ms = folder.process("trainer", rank, owner=True), 170 if rank else 20
+        for micro in range(3):
+            begin_ms = micro * 200
+            forward = trainer.span("forward", begin_ms * MS, (begin_ms + 190) * MS)
+            trainer.span(
+                "all_gather", (begin_ms + own_ms) * MS, (begin_ms + 171) * MS, parent=forward,
+                attrs={"wait": True, "group": "0", "sequence": micro},
+            )  # fmt: skip
+    close(folder, 610 * MS)
+    cause = cause_of(folder)
+    assert told(cause) == ("late-rank", "trainer 1", "forward", 450)
+    assert (cause.took_ns, cause.usual_ns) == (510 * MS, 60 * MS)
+
+
 @pytest.mark.parametrize("outside_ms", [0, 100])
 def test_a_rank_that_waited_for_its_worker_was_not_late_in_no_call(tmp_path: Path, outside_ms: int) -> None:
     """Each rank opens its own capture. Rank 0 asks a generator first, and rank 1 waits in a collective."""
@@ -689,7 +707,7 @@ def test_a_workers_stage_without_anything_to_compare_with_is_named_as_such(tmp_p
     lines(folder, 200, {"rollout/generate": 0.01})
     cause = cause_of(folder)
     assert (cause.kind, cause.stage, cause.ns) == ("unexplained", "update", 800 * MS)
-    assert "no step near it shows" in cause.sentence
+    assert "uncaptured steps do not" in cause.sentence
 
 
 def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_path: Path) -> None:

@@ -295,7 +295,8 @@ class _Lineup:
                         stretch[self._labels[node]].append(node)
                     at[process] += 1
                 stretches[member] = stretch
-            since_ns = met_ns.get(spans[last].process, self._timeline.window.start_ns)
+            start_ns = self._timeline.window.start_ns
+            since_ns = {member: met_ns.get(spans[member].process, start_ns) for member in members}
             inner = dict(zip(members, met, strict=True))
             lateness = self._lateness(last, inner, stretches, since_ns)
             found[spans[last].process, lateness.label, self._labels[last]].append(lateness)
@@ -352,7 +353,7 @@ class _Lineup:
         last: int,
         members: Mapping[int, int],
         stretches: Mapping[int, Mapping[Label, Sequence[int]]],
-        since_ns: int,
+        since_ns: Mapping[int, int],
     ) -> _Lateness:
         """Return how much later than the median of the other ranks a rank came to a meeting, and the stage
         that made the rank late. If no stage did, at most the time in which the rank ran no call is counted.
@@ -360,7 +361,7 @@ class _Lineup:
         Args:
             members: {call that meets: the call itself, or the call inside it in which the ranks met}. If
                 calls of the same stage made the rank late, the time before the call inside counts too.
-            since_ns: Time of the rank's previous meeting, or of the step's beginning.
+            since_ns: {call that meets: time of its rank's previous meeting, or of the step's beginning}.
         """
         graph, own = self._graph, stretches[last]
         others = [member for member in members if member != last]
@@ -377,7 +378,10 @@ class _Lineup:
             longer_ns[met] += head_ns
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
         if label is None or longer_ns[label] <= 0 or longer_ns[label] * 2 < late_ns:
-            spells = self._outside(own, since_ns, graph.start_ns[last])
+            around = self._late_around(last, others, stretches, since_ns, late_ns)
+            if around is not None:
+                return around
+            spells = self._outside(own, since_ns[last], graph.start_ns[last])
             out_ns = min(late_ns, union_ns(spells))
             return _Lateness(
                 last, tuple(members), out_ns, None, late_ns, 0, {}, {last: out_ns}, spells=spells
@@ -403,6 +407,50 @@ class _Lineup:
             sooner_ns,
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
             tuple(node for other in others for node in stretches[other].get(label, ())),
+        )
+
+    def _late_around(
+        self,
+        last: int,
+        others: Sequence[int],
+        stretches: Mapping[int, Mapping[Label, Sequence[int]]],
+        since_ns: Mapping[int, int],
+        late_ns: int,
+    ) -> _Lateness | None:
+        """Return the lateness of a rank that worked longer than the others in the call around the meeting
+        itself, such as a forward pass that gathers weights. None if that does not explain half of it.
+        """
+        spans, start_ns, members = self._timeline.spans, self._graph.start_ns, (last, *others)
+        around = [spans[member].parent for member in members]
+        known = [call for call in around if call is not None]
+        if len(known) < len(members) or len({self._labels[call] for call in known}) > 1:
+            return None
+        if any(spans[call].process != spans[m].process for call, m in zip(known, members, strict=True)):
+            return None
+        took_ns, *often_ns = (
+            sum(
+                end_ns - begin_ns
+                for begin_ns, end_ns in self._outside(
+                    stretches[member], max(since_ns[member], start_ns[call]), start_ns[member]
+                )
+            )
+            for call, member in zip(known, members, strict=True)
+        )
+        usual_ns = middle(often_ns)
+        if (took_ns - usual_ns) * 2 < late_ns:
+            return None
+        sooner_ns = {last: min(late_ns, took_ns - usual_ns)}
+        label = self._labels[known[0]]
+        return _Lateness(
+            last,
+            members,
+            late_ns,
+            label,
+            took_ns,
+            usual_ns,
+            {known[0]: 0},
+            sooner_ns,
+            others=tuple(known[1:]),
         )
 
     def _outside(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> tuple[Pair, ...]:

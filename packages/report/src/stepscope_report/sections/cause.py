@@ -638,7 +638,7 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
     if suspect.kind == "unexplained" and suspect.label is not None:
         took, what = duration(suspect.took_ns), " ".join(suspect.label)
-        return f"{what} took {took} of it, and no step near it shows how long that usually takes"
+        return f"{what} took {took} of it, and uncaptured steps do not show how long that usually takes"
     if suspect.kind == "unexplained":
         where = f": {suspect.because}" if suspect.because else ""
         return f"no recorded stage explains {duration(suspect.ns)} of it{where}"
