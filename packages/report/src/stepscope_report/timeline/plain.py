@@ -82,7 +82,7 @@ def has_traces(path: Path) -> bool:
     """Return whether a path is, or contains, a trace, or a recording that could be read."""
     readers = Readers()
     files = (FoundFile(path=file, name=file.name) for file in _below(path))
-    return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
+    return any(_is_trace(file) or _is_of_npu(file.path) or _is_claimed(file, readers) for file in files)
 
 
 def no_trace(path: Path) -> str:
@@ -203,7 +203,7 @@ def _found(paths: Sequence[Path], root: Path) -> StepFiles:
         elif path.name.startswith(_MERGED):
             why = "SGLang merged it"
         elif any(folder.name.endswith(_ASCEND) for folder in path.parents):
-            why = "of an NPU: pip install 'stepscope[npu]'" if path.name == "trace_view.json" else None
+            why = "of an NPU: pip install 'stepscope[npu]'" if _is_of_npu(path) else None
         elif _is_trace(file):
             files.traces.append(TraceFile(path, file.name, None))
             continue
@@ -222,6 +222,13 @@ def _is_trace(file: FoundFile) -> bool:
     if not file.path.name.endswith(SUFFIXES):
         return False
     return ".trace.json" in file.path.name or _FIELD.search(file.head(_HEAD)) is not None
+
+
+def _is_of_npu(path: Path) -> bool:
+    """Return whether a file is what torch_npu writes for readers, as text or as a database."""
+    return path.parent.parent.name.endswith(_ASCEND) and (
+        path.name == "trace_view.json" or path.match("ascend_pytorch_profiler*.db")
+    )
 
 
 def _is_claimed(file: FoundFile, readers: Readers) -> bool:
