@@ -20,7 +20,7 @@ from stepscope.files.spans import SEQUENCE
 from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
 from stepscope_report.formatting import count, duration
 from stepscope_report.sections.counters import BusyHost, Piece, pieces_of, say_busy_host
-from stepscope_report.spans import whole
+from stepscope_report.spans import ToolNames, whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
 from stepscope_report.timeline import Timeline, model
 from stepscope_report.timeline.model import GENERATES
@@ -190,11 +190,12 @@ class Holds:
         if suspect.kind not in _WORKS:
             return suspect
         spans = self._timeline.spans
-        processes = dict.fromkeys(spans[node].process for node in suspect.nodes)
-        held_ns = Counter({process: sum(self._held(suspect, process).values()) for process in processes})
+        alike = suspect if suspect.process is not None else suspect._replace(nodes=self._alike(suspect))
+        processes = dict.fromkeys(spans[node].process for node in alike.nodes)
+        held_ns = Counter({process: sum(self._held(alike, process).values()) for process in processes})
         process = suspect.process
-        if process is None and held_ns:
-            process = max(held_ns, key=lambda one: held_ns[one])
+        if process is None and suspect.nodes:
+            process = max((spans[node].process for node in suspect.nodes), key=held_ns.__getitem__)
         if process is None:
             return suspect
         own = [node for node in suspect.nodes if spans[node].process == process]
@@ -223,6 +224,15 @@ class Holds:
         if name == CORE_WAIT:
             said += self._say_host(process)
         return suspect._replace(kind=kind, process=named, because=said)
+
+    def _alike(self, suspect: Suspect) -> tuple[int, ...]:
+        """Return the calls of the suspect's stage in all processes; without a stage, the suspect's calls."""
+        if suspect.label is None:
+            return suspect.nodes
+        names = ToolNames(self._timeline)
+        return tuple(
+            node for node, span in enumerate(self._timeline.spans) if names.label_of(span) == suspect.label
+        )
 
     def _extents(self, nodes: Iterable[int]) -> list[Pair]:
         spans = self._timeline.spans
