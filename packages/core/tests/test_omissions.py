@@ -160,6 +160,7 @@ def test_a_run_that_asks_for_no_profiler_is_complete(
     assert codes(tmp_path, capsys) == (0, True)
 
 
+@pytest.mark.needs("torch")  # installed, and not imported
 @pytest.mark.usefixtures("without_torch")
 def test_of_roles_that_nobody_wrote_a_capture_without_a_profiler_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -174,6 +174,7 @@ def test_a_server_records_what_it_does_for_captured_steps_alone(tmp_path: Path) 
     assert set(RunLayout(tmp_path / "run").steps()) == {1}
 
 
+@pytest.mark.needs("torch")
 def test_ranks_record_their_step_and_its_collectives_below_a_carrier_without_a_span(tmp_path: Path) -> None:
     run(RANKS, tmp_path)
     parts = visitors(tmp_path, 2)

@@ -3,6 +3,8 @@
 `control.json` is checked when a step begins (one `stat`), and by a thread every few seconds, so that requests
 are answered soon. Only processes that open captures listen. Their workers and engines take part as in any
 capture. A wrong request does not raise an error in the training loop; its answer states why it is refused.
+
+This file has more than 500 lines, because asking, hearing and answering share the state of one request.
 """
 
 from __future__ import annotations
