@@ -296,9 +296,9 @@ class _Lineup:
                     at[process] += 1
                 stretches[member] = stretch
             start_ns = self._timeline.window.start_ns
-            since_ns = {member: met_ns.get(spans[member].process, start_ns) for member in members}
+            since = {member: met_ns.get(spans[member].process, start_ns) for member in members}
             inner = dict(zip(members, met, strict=True))
-            lateness = self._lateness(last, inner, stretches, since_ns)
+            lateness = self._lateness(last, inner, stretches, since)
             found[spans[last].process, lateness.label, self._labels[last]].append(lateness)
             for member in met:
                 met_ns[spans[member].process] = graph.end_ns[member]
