@@ -168,13 +168,15 @@ def test_a_handler_that_exits_while_a_session_closes_leaves_it_closed(
     assert [name for name, item in outcomes(cap.result).items() if item.pending] == []
 
 
+@pytest.mark.parametrize("profiler", ["off", "on"])
 def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, profiler: str
 ) -> None:
+    pytest.importorskip("torch")
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # the failures of this test are no defects
     caplog.set_level(logging.INFO)
     config = ProfileConfig.from_mapping(
-        {"save_path": str(tmp_path), "steps": [1, 2], "roles": {"*": {"profiler": "off"}}}
+        {"save_path": str(tmp_path), "steps": [1, 2], "roles": {"*": {"profiler": profiler}}}
     )
     with capture(1, config=config):
         pass

@@ -65,6 +65,15 @@ def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(tmp_path: Path, 
     assert not list((tmp_path / "recorder").iterdir())  # the questions and answers are removed
 
 
+@pytest.mark.slow
+def test_it_shows_the_first_step_of_a_run(tmp_path: Path, command: Command) -> None:
+    with hanging("with capture(0), span('load'): ready(); time.sleep(60)", tmp_path):
+        view = command("watch", tmp_path, "--json").json
+        text = command("watch", tmp_path, "--once").out
+    assert (view["steps"], view["running"], view["stages"]) == (0, 0, [])
+    assert "load" in text
+
+
 def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) -> None:
     config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "record": "spans"})
     for step in range(3):

@@ -53,7 +53,7 @@ def watch(
     if not run.is_dir():
         raise CommandError(no_run(run))
     layout = RunLayout(run)
-    if not step_lines(layout):
+    if not step_lines(layout) and not ask(layout, min(1.5, every)):
         raise CommandError(
             f"{run} has no line of a step yet. Fix: set save_path, and not record: off, in its configuration",
             Exit.INCOMPLETE,
