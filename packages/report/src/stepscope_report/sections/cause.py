@@ -640,7 +640,7 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         took, what = duration(suspect.took_ns), " ".join(suspect.label)
         return f"{what} took {took} of it, and uncaptured steps do not show how long that usually takes"
     if suspect.kind == "unexplained":
-        where = f": {suspect.because}" if suspect.because else ""
+        where = f" ({suspect.because})" if suspect.because else ""
         return f"no recorded stage explains {duration(suspect.ns)} of it{where}"
     if suspect.kind == "skipped-collective" and suspect.process is not None and suspect.label is not None:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
