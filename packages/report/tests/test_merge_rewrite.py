@@ -269,6 +269,13 @@ def test_what_looks_like_that_which_a_plan_was_made_of_is_rewritten_as_thoroughl
         both_ways(LOOKALIKES[case], shift_ns)
 
 
+@pytest.mark.parametrize("odd", [{"tid": "0"}, {"pid": "0", "tid": "4242"}])
+def test_a_thread_behind_slices_that_cross_has_the_same_number_both_ways(odd: Event) -> None:
+    """The quick way gives all threads of a batch their tracks before any slice has a further line."""
+    times_us = [*range(1_000_000, 1_060_000, 1000), 2_000_000, 2_000_015]
+    both_ways([[*(like(ts=f"{us}.000") for us in times_us), like(ts="3000000.000", **odd)]])
+
+
 def test_a_thread_whose_number_another_row_has_taken_is_not_taken_for_it() -> None:
     streams, threads = ([like(KINETO, pid=pid, tid="7")] * 60 for pid in ("0", "4242"))  # in a container, say
     assert len({event["tid"] for event in both_ways([streams, threads]).events}) == 2

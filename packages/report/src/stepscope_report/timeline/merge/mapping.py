@@ -173,9 +173,9 @@ class Tracks:
         self._pids = set(self.pids)
         self._rows: dict[int, _RowTracks] = defaultdict(_RowTracks)
         """{pid: its tracks}."""
-        self._count = Counter[int]()
-        """Number of tracks of each row. Numbers count within a row, so that no row changes the numbers of
-        another."""
+        self._count = Counter[tuple[int, bool]]()
+        """Number of tracks of each row; further lines count apart. Numbers count within a row, so that no row
+        changes the numbers of another, and no thread's number depends on the lines of earlier threads."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of everything that has a track."""
         self._names: dict[tuple[int, str, str], str] = {}
@@ -287,12 +287,14 @@ class Tracks:
         # Use the file's own tid, so that events need no change, unless another thread of this row has it. Tid
         # 0, which ROCm gives a stream, is not used: Perfetto takes it for the machine's idle thread.
         own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else _FIRST_TID
-        first = _FIRST_TID + row.place * _OF_A_ROW + self._count[row.pid]
+        is_beside = pid == _BESIDE
+        first = _FIRST_TID + row.place * _OF_A_ROW + is_beside * _OF_A_ROW // 2
+        first += self._count[row.pid, is_beside]
         free = own if 0 < own < _FIRST_TID else first
         while (row.pid, free) in self._taken:
             free = max(free, first - 1) + 1
         self._taken.add((row.pid, free))
-        self._count[row.pid] += 1
+        self._count[row.pid, is_beside] += 1
         self._rows[row.pid].tids.setdefault(pid, {})[tid] = free
         return free
 
