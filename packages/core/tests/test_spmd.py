@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.core.tests.runs import ranks
+from packages.core.tests.runs import ranks, until
+from packages.report.tests.commands import Command
 from stepscope._recording.process.manifest_part import ManifestPart
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest_parts import read_parts
-from stepscope.files.requests import read_listening, write_listening
+from stepscope.files.requests import has_died, read_listening, write_listening
 from stepscope_report.cli import run
 from stepscope_report.sections.health import Health, step_health
 from stepscope_report.timeline import load_step
@@ -79,6 +80,8 @@ def work(step):
             is_running(int(path.name.rpartition("_")[2])) for path in pids.glob("last_*")
         ):
             time.sleep(0.01)
+        if others == "wait":
+            time.sleep(60)
         raise RuntimeError("Connection closed by peer")
 
 if others == "silent" and rank == 1:
@@ -127,6 +130,16 @@ def test_a_rank_that_died_is_named_first(
         assert before.lost == ()
         assert before.absent == tuple(f"trainer {rank}" for rank in dying.split())
     assert run(["ls", str(tmp_path)]) == 3
+
+
+@pytest.mark.slow
+def test_why_and_watch_name_a_rank_that_died_while_others_wait(tmp_path: Path, command: Command) -> None:
+    with ranks(2, LOOP, tmp_path, "", "kill", "in", "1", "wait"):
+        until(lambda: any(has_died(one) and one.rank == 1 for one in read_listening(RunLayout(tmp_path))))
+        answer = command("why", tmp_path, "--json", code=3).json
+        assert answer["calls"][answer["culprits"][0]]["process"].startswith("trainer_rank1_")
+        until(lambda: list(tmp_path.glob("steps_*.jsonl")))
+        assert command("watch", tmp_path, "--json").json["dead"] == ["trainer 1"]
 
 
 @pytest.mark.slow

@@ -179,9 +179,14 @@ def peers_of(own: Listening, known: Sequence[Listening]) -> list[Listening]:
     last: dict[int, Listening] = {}
     for one in sorted(known, key=lambda one: one.since_ns):
         is_of_job = (one.run_id, one.role, one.world_size) == (own.run_id, own.role, own.world_size)
-        if one.rank is not None and is_of_job and one.since_ns >= own.imported_ns - _APART_NS:
+        if one.rank is not None and is_of_job and is_of_attempt(one, own):
             last[one.rank] = one
     return [] if own.rank is None else [one for rank, one in last.items() if rank != own.rank]
+
+
+def is_of_attempt(one: Listening, own: Listening) -> bool:
+    """Return False if a process belongs to an attempt that ended before the attempt of `own` began."""
+    return one.since_ns >= own.imported_ns - _APART_NS
 
 
 def has_died(listening: Listening) -> bool:

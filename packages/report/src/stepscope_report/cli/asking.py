@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.layout import RunLayout
-from stepscope.files.requests import has_died, peers_of, read_listening
+from stepscope.files.requests import has_died, has_ended, is_of_attempt, read_listening
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import WHY, Order
 from stepscope.files.storage import read_records, write_atomic
@@ -110,13 +110,16 @@ def fates(states: Sequence[ProcessState]) -> dict[str, str]:
     return found
 
 
-def dead_ranks(layout: RunLayout, states: Sequence[ProcessState]) -> dict[str, str]:
-    """Return {key: name} of the ranks that died, of jobs in which another rank answered."""
-    known = read_listening(layout)
-    answered = {state.process.key for state in states}
-    jobs = {(one.run_id, one.role): one for one in known if one.process.key in answered}
-    dead = (peer for own in jobs.values() for peer in peers_of(own, known) if has_died(peer))
-    return {peer.process.key: f"{peer.role} {peer.rank}" for peer in dead}
+def dead_owners(layout: RunLayout, states: Sequence[ProcessState]) -> dict[str, str]:
+    """Return {key: name} of the processes that opened captures and died, of the runs that answered. Processes
+    of an earlier attempt, and those that another process replaced, are left out.
+    """
+    runs = {state.run_id for state in states}
+    known = [one for one in read_listening(layout) if one.run_id in runs]
+    alive = [one for one in known if not has_ended(one)]
+    last = {(one.run_id, one.role, one.rank): one for one in sorted(known, key=lambda one: one.since_ns)}
+    dead = [one for one in last.values() if has_died(one) and all(is_of_attempt(one, own) for own in alive)]
+    return {one.process.key: one.role if one.rank is None else f"{one.role} {one.rank}" for one in dead}
 
 
 def _fate(pid: int) -> str | None:

@@ -16,6 +16,7 @@ from stepscope.config import parse_steps
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest_parts import read_parts
+from stepscope.files.requests import has_died, read_listening
 from stepscope.files.run import RunRecord, RunSteps, steps_of_run
 from stepscope.files.storage import read_record
 from stepscope_report.cli import screen
@@ -46,7 +47,8 @@ def find_run(path: Path) -> dict[int, StepLayout]:
         return steps
     records = [path for path in layout.runs() if path.is_file()]
     if records:
-        raise CommandError(f"{path} holds no captured step. {_why_none(records[0])}", Exit.INCOMPLETE)
+        why = f"{deaths(layout)}{_why_none(records[0])}"
+        raise CommandError(f"{path} holds no captured step. {why}", Exit.INCOMPLETE)
     raise CommandError(no_run(path))
 
 
@@ -144,6 +146,15 @@ def read_run(path: Path) -> RunRecord | None:
         return read_record(path, RunRecord)
     except (OSError, RecordError):
         return None
+
+
+def deaths(layout: RunLayout) -> str:
+    """Return a sentence and a space if the process that opened captures last was killed; else empty."""
+    last = max(read_listening(layout), key=lambda one: one.since_ns, default=None)
+    if last is None or not has_died(last):
+        return ""
+    step = "" if last.step is None else f" in step {last.step} or later"
+    return f"{last.process.key} was killed, or failed,{step}, and its steps in memory are lost. "
 
 
 def _why_none(path: Path) -> str:

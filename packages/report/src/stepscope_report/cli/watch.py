@@ -19,7 +19,7 @@ from stepscope.files.run import runs_of
 from stepscope.files.steps import recorded_runs
 from stepscope.files.storage import write_atomic
 from stepscope_report.cli import screen
-from stepscope_report.cli.asking import dead_ranks, fates
+from stepscope_report.cli.asking import dead_owners, fates
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import no_run
 from stepscope_report.cli.ls import rows_of
@@ -80,7 +80,7 @@ def look(layout: RunLayout, every: float) -> Live:
         states,
         recorded=sampled,
         recorded_step=number,
-        dead=list({**ended, **dead_ranks(layout, states)}.values()),
+        dead=list({**ended, **dead_owners(layout, states)}.values()),
     )
 
 

@@ -21,7 +21,7 @@ from stepscope.files.run import steps_of_run
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import StepLine, read_step_lines, recorded_runs
 from stepscope_report.cli import screen
-from stepscope_report.cli.asking import Question, dead_ranks, fates
+from stepscope_report.cli.asking import Question, dead_owners, fates
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import duration, middle
 from stepscope_report.live import COMPARED, usual_ns
@@ -51,7 +51,7 @@ def why(
     states = ask(layout, wait) if asked is None else _answers(asked, wait)
     if not states:
         _show_last_step(run, json)
-    answer = join(states, fates(states), dead_ranks(layout, states))
+    answer = join(states, fates(states), dead_owners(layout, states))
     if json:
         screen.show_json(answer)
     else:
@@ -139,7 +139,8 @@ def _waiting(answer: Why) -> Iterator[str]:
 
 def _show_last_step(run: Path, json: bool) -> None:
     """Show how the last step on disk ended. Always end the command by an exception."""
-    from stepscope_report.sections.health import known_dead, say_ended, say_span, step_health
+    from stepscope_report.cli import find
+    from stepscope_report.sections.health import known_dead, say_deaths, say_ended, say_span, step_health
     from stepscope_report.timeline import load_step
 
     chosen = steps_of_run(RunLayout(run).steps())
@@ -150,22 +151,25 @@ def _show_last_step(run: Path, json: bool) -> None:
             timeline = load_step(layout.root, run_id=chosen.run_id)
     health = None if timeline is None else step_health(timeline)
     rows = [] if health is None else [say_span(row) for row in health.open_spans]
+    died = "" if health is None else say_deaths(health)
     if timeline is not None and timeline.states:
         answer = join(timeline.states, dead=known_dead(timeline))
         title = f"No process answers. Step {number}, the last on disk, ended like this"
         screen.show_json(answer) if json else screen.show(Text(title), *_calls(answer))
     elif rows:
         screen.show(
-            listing(f"No process answers. Step {number}, the last on disk, has calls without an end", rows)
+            *([Text(f"Step {number}: {died}", style="bold")] if died else []),
+            listing(f"No process answers. Step {number}, the last on disk, has calls without an end", rows),
         )
     else:
-        ended = "" if health is None else say_ended(health)
+        ended = "" if health is None else ". ".join(filter(None, (died, say_ended(health))))
         fix = f"stepscope report {run} --step {number}" if ended else _fix(RunLayout(run))
         last = (
             f"step {number} has no open call. {ended}" if ended else "its last step on disk has no open call"
         )
+        lost = "" if died else find.deaths(RunLayout(run))
         raise CommandError(
-            f"no process of the run in {run} answers, and {last}. Fix: {fix}",
+            f"no process of the run in {run} answers, and {last}. {lost}Fix: {fix}",
             Exit.INCOMPLETE,
         )
     raise typer.Exit(Exit.INCOMPLETE)

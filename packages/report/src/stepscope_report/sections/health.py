@@ -517,7 +517,7 @@ def say_ended(health: Health) -> str:
     error = plain(health.user_error)
     if health.recorder is not None and plain(health.recorder.reason).endswith(error):
         error = error.partition(":")[0]  # `say_recorder` has its message
-    return f"The {what} ended early ({error}): the report covers the time until then"
+    return f"The {what} ended early: {error}; the report covers the time until then"
 
 
 def say_incomplete(health: Health) -> str:

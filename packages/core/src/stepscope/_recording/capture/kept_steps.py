@@ -56,7 +56,7 @@ def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
     # In a forked child, the inherited recorder has no threads, and its locks may be held for ever.
     if recorder is not standing.standing():
         return
-    trigger = recorder.end_step(step, _ending(error))
+    trigger = recorder.end_step(step, _ending(error), failed=isinstance(error, (Exception, str)))
     if trigger == "slow" and recorder.config.recorder.then_capture:
         _in_background(partial(_capture_next, recorder.config, step.number))
 
@@ -164,9 +164,9 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
 
 
 def _ending(error: object) -> Ending | None:
-    if error is None or (isinstance(error, BaseException) and not isinstance(error, Exception)):
-        return None  # a Ctrl-C is not a failure of the step
-    return Ending("exception", describe(error) if isinstance(error, Exception) else str(error))
+    if error is None:
+        return None
+    return Ending("exception", describe(error) if isinstance(error, BaseException) else str(error))
 
 
 def _in_background(work: Callable[[], None]) -> None:

@@ -225,13 +225,17 @@ class Recorder:
         self.log.begin_step(number)
         return self.steps.begin(number, self.log.last_id)
 
-    def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
-        """End a step. Return the trigger that has fired, or None."""
+    def end_step(self, step: RecordedStep, ending: Ending | None, *, failed: bool) -> str | None:
+        """End a step. Return the trigger that has fired, or None.
+
+        Args:
+            failed: False if the step ended normally, or by a Ctrl-C, which is not a failure of the step.
+        """
         self.steps.end(step, ending)
         step.tokens = self.tokens.take()
         if self.process.rank in (None, 0):
             self._work.put(partial(self._write_line, step, self.steps.oldest_ns))
-        if ending is not None:
+        if ending is not None and failed:
             return self.fire("exception", ending.error)
         slow = self.steps.slowness(step, self.config.recorder.slow_factor, self._stages_of)
         return None if slow is None else self.fire("slow", slow)
