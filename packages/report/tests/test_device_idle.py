@@ -261,6 +261,7 @@ def test_labels_within_steps_are_compared(tmp_path: Path, command: Command) -> N
     assert [row["delta_ns"] for row in rows] == [130_000, 60_000]
     for option in ((), ("--markdown",)):
         assert "encoder / vision" in command("diff", *sides, *option).out
+        assert "encoder" not in command("diff", sides[0], sides[0], *option).out
 
 
 def test_phases_of_steps_on_the_cpu_are_compared(tmp_path: Path, command: Command) -> None:

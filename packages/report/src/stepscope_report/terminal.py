@@ -141,7 +141,10 @@ def diff_markdown(comparison: Diff) -> str:
 
 def _overlapping(comparison: Diff) -> Iterator[tuple[str, list[tuple[str, ...]], str]]:
     """Yield (title, rows, note) of the tables of times that overlap the lines of the account."""
-    tables = ("Phases", comparison.phases, _PHASES), ("Labels", comparison.labels[:LISTED], _LABELS)
+    labels = [
+        change for change in comparison.labels[:LISTED] if abs(change.delta_ns) >= _least_ns(comparison)
+    ]
+    tables = ("Phases", comparison.phases, _PHASES), ("Labels", labels, _LABELS)
     for title, changes, note in tables:
         if changes:
             yield title, [_diff_row(change, comparison.a.step_ns)[1:6] for change in changes], note
@@ -195,8 +198,13 @@ def _worth_a_line(comparison: Diff) -> Sequence[Change]:
     """Return all changes if they are few; else those that are not printed as 0.0 %."""
     if len(comparison.changes) <= LISTED:
         return comparison.changes
-    least_ns = max(comparison.a.step_ns, comparison.b.step_ns) / 2000
+    least_ns = _least_ns(comparison)
     return [change for change in comparison.changes[: 2 * LISTED] if abs(change.delta_ns) >= least_ns]
+
+
+def _least_ns(comparison: Diff) -> float:
+    """Return the smallest change that is not printed as 0.0 %."""
+    return max(comparison.a.step_ns, comparison.b.step_ns) / 2000
 
 
 def _diff_head(comparison: Diff) -> Text:
