@@ -14,6 +14,7 @@ import pytest
 
 from packages.report.tests.commands import Command
 from stepscope_report.cli import run
+from stepscope_report.timeline.activity.content_reader import OF_OTHERS
 from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.readers import contract
 from stepscope_report.timeline.trace_files import named
@@ -243,6 +244,17 @@ def test_what_is_no_trace_is_named(tmp_path: Path, command: Command) -> None:
             assert "Chakra" in command("report", path, *option, code=2).err
     path.write_text("hello")
     assert "no trace" in command("report", path, code=2).err
+
+
+def test_events_of_another_profiler_are_merged_and_not_reported(tmp_path: Path, command: Command) -> None:
+    """JAX writes slices without a category, and an empty event at the end."""
+    path, timeline = tmp_path / "vm.trace.json", tmp_path / "timeline.json"
+    dot = {"ph": "X", "name": "dot.3", "pid": 7, "tid": 8, "ts": 1.5, "dur": 2.5}
+    path.write_text(json.dumps({"displayTimeUnit": "ns", "traceEvents": [dot, {}]}))
+    traces = command("report", path, "--json", code=3).json["traces"]
+    assert [problem["what"] for problem in traces["problems"]] == [OF_OTHERS]
+    command("merge", path, "-o", timeline, code=3)
+    assert "dot.3" in timeline.read_text()
 
 
 def test_no_html_asks_for_what_is_so(tmp_path: Path, command: Command) -> None:
