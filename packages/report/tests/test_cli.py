@@ -451,7 +451,7 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     assert [row["error"] for row in rows] == [None, "ValueError: no prompt"]
     text = command("report", tmp_path, "--no-html").out
     assert "yes, ended early" in text
-    assert "ended early (ValueError: no" in text
+    assert "ended early: ValueError: no" in text
 
 
 def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(

@@ -1,5 +1,8 @@
 """The flight recorder of this process, which keeps the spans of the last steps and writes them upon a
 trigger.
+
+This file has more than 500 lines, because the methods on the training thread, on the thread that looks for
+orders and on the recorder's thread share one state.
 """
 
 from __future__ import annotations
