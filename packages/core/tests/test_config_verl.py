@@ -113,6 +113,15 @@ def test_without_steps_nothing_is_captured(release: str) -> None:
     assert quietly(trainer_config(release, steps=None)).steps == ()
 
 
+def test_steps_may_be_a_text_as_in_stepscope() -> None:
+    actor = {"profiler": {"enable": True, "ranks": [0]}}
+    config = {
+        "global_profiler": {"tool": "torch", "steps": "every:50"},
+        "actor_rollout_ref": {"actor": actor},
+    }
+    assert quietly(config).steps == parse_steps("every:50", "steps")
+
+
 def test_contents_become_the_options_of_torch() -> None:
     config = trainer_config("0.9.1")
     tool_config(config, "actor", "torch").update(contents=["cpu", "stack", "shapes"], discrete=True)

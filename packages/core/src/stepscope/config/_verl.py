@@ -93,7 +93,7 @@ class _Reading:
         tool = self.tool(overall, enabled)
         self.name_unknown(overall, enabled, tool)
         tools = {role: _options(role, block, tool) for role, block in enabled.items()}
-        steps = list(overall.get("steps") or ())
+        steps = overall.get("steps") or []
         if steps and not enabled:
             self.differ("no role has profiler.enable, so nothing is captured")
             steps = []
