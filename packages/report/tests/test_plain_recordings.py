@@ -84,6 +84,19 @@ def test_a_report_of_an_nsys_export_has_the_times_of_a_sweep(tmp_path: Path, com
     assert sum(file["events"] for file in merged["files"]) >= len(kernels) + len(copies)
 
 
+@pytest.mark.parametrize(("severity", "doubted"), [(2, False), (3, True)])
+def test_a_warning_of_nsys_puts_no_time_in_doubt(
+    tmp_path: Path, command: Command, severity: int, doubted: bool
+) -> None:
+    """Most exports have one, such as that no OpenGL was recorded."""
+    diagnosis = {"timestamp": 1, "severity": severity, "text": "No NVTX events collected", "globalPid": None}
+    write(tmp_path / "report.sqlite", tables() | {"DIAGNOSTIC_EVENT": [diagnosis]})
+    report = command("report", tmp_path, "--json", code=3).json
+    rows = [*report["traces"]["devices"], *report["labels"]]
+    assert {row["doubted"] for row in rows} == {doubted}
+    assert len(report["traces"]["problems"]) == 1
+
+
 @pytest.mark.parametrize(
     "line",
     [

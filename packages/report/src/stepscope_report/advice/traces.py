@@ -28,7 +28,7 @@ from stepscope_report.sections.gaps import REMEDIES, GapRow
 from stepscope_report.sections.traces import DeviceRow
 from stepscope_report.table import grouped
 from stepscope_report.timeline.activity.device_idle import GapKind
-from stepscope_report.timeline.activity.doubts import LINKS
+from stepscope_report.timeline.activity.doubts import is_doubt
 
 IN_DOUBT = "in doubt: see Can these traces be believed?"
 
@@ -36,7 +36,7 @@ IN_DOUBT = "in doubt: see Can these traces be believed?"
 def trace_advice(evidence: TraceEvidence) -> tuple[Advice, ...]:
     """Return the advice of all rules: alarms first, then the largest possible saving."""
     said: Iterable[Advice] = (advice for rule in RULES for advice in rule(evidence))
-    if any(activity.content.problems.keys() - LINKS for activity in evidence.activities):
+    if any(is_doubt(problem) for activity in evidence.activities for problem in activity.content.problems):
         said = (msgspec.structs.replace(advice, because=(*advice.because, IN_DOUBT)) for advice in said)
     return tuple(sorted(said, key=lambda advice: (advice.kind != "alarm", -(advice.saves_ns or 0))))
 

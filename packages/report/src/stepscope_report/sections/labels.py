@@ -12,6 +12,7 @@ from stepscope_report.sections import DEVICES, Section
 from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
+from stepscope_report.timeline.activity.doubts import is_doubt
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
@@ -51,7 +52,7 @@ def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
     sums: dict[str, dict[tuple[str, ...], _Sum]] = {}
     doubted = set[str]()
     for activity in activities:
-        if activity.content.problems:
+        if any(map(is_doubt, activity.content.problems)):
             doubted.add(activity.info.role)
         of_role = sums.setdefault(activity.info.role, {})
         for label in activity.content.labels:

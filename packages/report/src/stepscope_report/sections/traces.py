@@ -21,7 +21,7 @@ from stepscope_report.sections.profiler_steps import ProfilerStepRow, profiler_s
 from stepscope_report.stragglers import StragglerRow, stragglers
 from stepscope_report.table import Block, Listing, Table, TextTable, grouped
 from stepscope_report.timeline import FileProblem, TraceActivity, Traces
-from stepscope_report.timeline.activity.doubts import LINKS
+from stepscope_report.timeline.activity.doubts import is_doubt
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
@@ -144,7 +144,9 @@ def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
 
 def doubted_processes(activities: Iterable[TraceActivity]) -> frozenset[str]:
     """Return the names of processes with a trace that lost events or has wrong times."""
-    return frozenset(activity.name for activity in activities if activity.content.problems.keys() - LINKS)
+    return frozenset(
+        activity.name for activity in activities if any(map(is_doubt, activity.content.problems))
+    )
 
 
 def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:

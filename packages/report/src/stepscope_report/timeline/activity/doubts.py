@@ -16,6 +16,7 @@ from itertools import compress, count, repeat, zip_longest
 from operator import lt, sub
 
 from stepscope_report.timeline.activity.intervals import Stretches
+from stepscope_report.timeline.readers.nsys import WARNS
 
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
@@ -46,6 +47,11 @@ kernel may begin a little before the previous kernel has ended."""
 
 
 _RECORD = re.compile(r"cudaEventRecord(WithFlags)?(_ptsz)?")
+
+
+def is_doubt(problem: str) -> bool:
+    """Return whether a problem of a trace puts the times of the trace in doubt."""
+    return problem not in LINKS and not problem.startswith(WARNS)
 
 
 class Starts:

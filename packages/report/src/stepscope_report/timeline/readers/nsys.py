@@ -42,6 +42,8 @@ PROCESS = ~0xFFFFFF
 DIAGNOSTIC = "DIAGNOSTIC_EVENT"
 WARNING, ERROR = 2, 3
 """DIAGNOSTIC_EVENT.severity."""
+WARNS = "nsys warns: "
+"""Beginning of a problem of a file that is a warning of nsys, mostly on what it did not record."""
 MARK, THREAD_NAME, DOMAIN, PUSH_POP, START_END = 34, 39, 75, (59, 70), (60, 71)
 """NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
 _WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
@@ -249,9 +251,10 @@ class _Export:
     def _warnings(self) -> Iterator[Event]:
         """Record nsys' own notes about its recording, such as lost events."""
         if self._has(DIAGNOSTIC, "severity", "text"):
-            query = f"SELECT DISTINCT text FROM {DIAGNOSTIC} WHERE severity IN (?, ?) LIMIT ?"
-            for (text,) in self._database.execute(query, (WARNING, ERROR, _WARNINGS)):
-                self._notes.file(f"nsys says: {' '.join(str(text).split())}")
+            query = f"SELECT DISTINCT severity, text FROM {DIAGNOSTIC} WHERE severity IN (?, ?) LIMIT ?"
+            for severity, text in self._database.execute(query, (WARNING, ERROR, _WARNINGS)):
+                who = WARNS if severity == WARNING else "nsys failed: "
+                self._notes.file(f"{who}{' '.join(str(text).split())}")
         yield from ()
 
     def _link(self) -> Iterator[Event]:
