@@ -225,6 +225,7 @@ def test_a_report_of_some_steps_is_that_of_a_recording_of_these_alone(
     ]
     assert any("other.json" in file for file in some["traces"]["unread"])
     command("report", parts[0], "--step", "2-3", "--json", "--jobs", "2")
+    assert f"{parts[0]} --step 2-3 -o" in command("report", parts[0], "--step", "2-3", "--brief").out
     assert "0, 1, 2, 3" in command("report", parts[0], "--step", "9", code=1).err
 
 

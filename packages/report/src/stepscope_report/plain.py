@@ -174,10 +174,16 @@ class Plain:
         when = moment(window.start_ns) if is_wall(window.start_ns) else "at no known time"
         return f"{when}: {processes}, {span}" if window.wall_ns else f"{when}: {processes}"
 
-    def brief(self, paths: Sequence[Path]) -> list[Part]:
-        """Return the brief, in at most 40 lines. Its commands to run next get `paths` as arguments."""
+    def brief(self, paths: Sequence[Path], options: Mapping[str, str | None] = {}) -> list[Part]:
+        """Return the brief, in at most 40 lines. The commands to run next get `paths` as arguments, and the
+        next report gets the options of this one.
+
+        Args:
+            options: {option: its value, or None if it is not given}.
+        """
         traces, engines = self._report.traces, tuple(engine_lines(self._report.engines))
         named = " ".join(quote(str(path)) for path in paths)
+        given = "".join(f" {name} {quote(value)}" for name, value in options.items() if value is not None)
         parts = [
             Part(self.title, (self._extent(), LEFT_OUT)),
             Part("What to fix first", tuple(self._first())),
@@ -188,7 +194,10 @@ class Plain:
             Part("Trouble", tuple(islice(self._trouble(), _TROUBLE))),
             Part(
                 "Next",
-                (f"stepscope report {named} -o report.html", f"stepscope merge {named} -o timeline.json.gz"),
+                (
+                    f"stepscope report {named}{given} -o report.html",
+                    f"stepscope merge {named} -o timeline.json.gz",
+                ),
             ),
         ]
         return [part.on_one_line() for part in parts if part.lines]

@@ -71,7 +71,8 @@ def report_plain(
     if json:
         screen.show_json(report.to_json())
     elif brief:
-        screen.show_unwrapped((brief_markdown if markdown else brief_text)(report.brief(paths)))
+        parts = report.brief(paths, {"--step": steps, "--step-mark": step_mark})
+        screen.show_unwrapped((brief_markdown if markdown else brief_text)(parts))
     else:
         screen.show(Text("\n".join(map(plain, report.head())), style="bold"), *map(draw, report.blocks()))
     if output is not None:
