@@ -12,6 +12,8 @@ from packages.report.tests.commands import Command
 from packages.report.tests.steps import some
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.recorder import standing
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import Listening, write_listening
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import StepLine
@@ -75,7 +77,8 @@ def test_it_shows_the_first_step_of_a_run(tmp_path: Path, command: Command) -> N
 
 
 def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) -> None:
-    config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "record": "spans"})
+    control = {"requests": False}  # this process goes on, so it must not listen
+    config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "control": control})
     for step in range(3):
         with capture(step, config=config), span("update", role="actor"):
             pass
@@ -85,6 +88,9 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) 
     text = " ".join(command("watch", tmp_path, "--once", "--every", "0.3").out.split())
     assert "No process answers" in text
     assert "3 steps" in text
+    ended = Listening(host="a", pid=1, role="trainer", rank=None, since_ns=1, step=2, ended_ns=2)
+    write_listening(RunLayout(tmp_path), ended)
+    assert "No process answers" not in command("watch", tmp_path, "--once").out
 
 
 def test_a_run_without_lines_is_an_error(tmp_path: Path, command: Command) -> None:

@@ -15,6 +15,7 @@ from rich.live import Live as Screen
 from rich.text import Text
 
 from stepscope.files.layout import RunLayout, StepLayout, safe
+from stepscope.files.requests import has_ended, read_listening
 from stepscope.files.run import runs_of
 from stepscope.files.steps import recorded_runs
 from stepscope.files.storage import write_atomic
@@ -143,7 +144,7 @@ def page_of(layout: RunLayout, view: Live, every: float) -> str:
 
 
 def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
-    yield Text(_head(view), style="bold")
+    yield Text(_head(view, layout), style="bold")
     if view.dead:
         yield Text(f"Died: {few(view.dead, 4)}", style="bold")
     yield Text(f"  {_bars(view)}")
@@ -199,13 +200,16 @@ def _fleet(fleet: Fleet) -> RenderableType:
     return table(title, (fleet.group[:-1], *(f">{column.title}" for column in known)), rows)
 
 
-def _head(view: Live) -> str:
+def _head(view: Live, layout: RunLayout) -> str:
     ended = f"{count(view.steps, 'step')} so far"
     median = ""
     if view.median_ns is not None:
         median = f"; {say_median(view.compared, view.steps)}: {duration(view.median_ns)}"
     if view.running_ns is None:
-        return f"No process answers: the run has ended, or hangs in C. {ended}{median}"
+        listening = read_listening(layout)
+        over = bool(listening) and all(map(has_ended, listening))
+        gone = "The run has ended" if over else "No process answers: the run has ended, or hangs in C"
+        return f"{gone}. {ended}{median}"
     ratio = "" if not view.median_ns else f", {view.running_ns / view.median_ns:.1f} times the median"
     return f"Step {view.running} runs for {duration(view.running_ns)}{ratio}. {ended}{median}"
 
