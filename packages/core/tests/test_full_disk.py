@@ -73,3 +73,35 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "failed: BackendError: " in done.stdout
     assert "torch trace: failed" in done.stderr  # the log tells it too
+
+
+FULL = """
+import sys
+from pathlib import Path
+from stepscope import ProfileConfig, capture, span
+roles = {"*": {"profiler": "off"}}
+config = ProfileConfig(save_path=sys.argv[1], steps=[2], roles=roles, budget={"free_mb": 0})
+for step in range(4):
+    with capture(step, config=config), span("update"):
+        if step == 2:
+            with Path(sys.argv[1] + ".fill").open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_could_not_write_its_end_is_not_called_dead(tmp_path: Path) -> None:
+    if subprocess.run([*MOUNTED, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a disk")
+    mount = 'mount -t tmpfs -o size=400k tmpfs "$1" && "$2" -c "$3" "$1/run"'
+    script = f'{mount}; rm "$1/run.fill"; exec "$2" -m stepscope ls --json "$1/run"'
+    done = subprocess.run(
+        [*MOUNTED, "sh", "-c", script, "sh", str(tmp_path), sys.executable, FULL],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "STEPSCOPE_RAISE": "0"},
+    )  # fmt: skip
+    (row,) = json.loads(done.stdout)
+    assert (row["step"], row["complete"], row["died"]) == (2, False, "")

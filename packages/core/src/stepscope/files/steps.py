@@ -199,6 +199,10 @@ def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
     return apart if len(apart) >= ALONE else alike
 
 
+_OPENING_NS = 60 * 10**9
+"""Longest time that the opening of a capture may take. A step that a resumed run repeats begins later."""
+
+
 class Surroundings(NamedTuple):
     """The steps around a captured step."""
 
@@ -208,6 +212,8 @@ class Surroundings(NamedTuple):
     """End of the previous step in unix ns, or None if unknown."""
     regular: frozenset[str]
     """Large stages (`role/stage`) of the captured step that occur in every n-th step."""
+    has_line: bool
+    """True if the process closed this capture, by the flight recorder's lines."""
 
 
 def uncaptured_near(
@@ -242,7 +248,9 @@ def uncaptured_near(
     others = [other for other in by_distance if other.step not in same][:COMPARED]
     marked = (msgspec.structs.replace(other, alike=False) for other in others)
     near = tuple(sorted((*alike, *marked), key=lambda other: other.start_ns))
-    return Surroundings(near, ends.get(number - 1), _regular(number, lines))
+    own = [line.start_ns - opened_ns for line in lines if line.captured and line.step == number]
+    has_line = any(0 <= after_ns < _OPENING_NS for after_ns in own)
+    return Surroundings(near, ends.get(number - 1), _regular(number, lines), has_line)
 
 
 def _regular(number: int, lines: Sequence[StepLine]) -> frozenset[str]:

@@ -23,7 +23,7 @@ from stepscope.files.steps import StepLine, read_step_lines, recorded_runs
 from stepscope_report.cli import screen
 from stepscope_report.cli.asking import Question, dead_owners, fates
 from stepscope_report.cli.command import CommandError, Exit
-from stepscope_report.formatting import duration, middle
+from stepscope_report.formatting import duration, middle, plain
 from stepscope_report.live import COMPARED, usual_ns
 from stepscope_report.terminal_blocks import listing
 from stepscope_report.waiting import say_call
@@ -140,7 +140,7 @@ def _waiting(answer: Why) -> Iterator[str]:
 def _show_last_step(run: Path, json: bool) -> None:
     """Show how the last step on disk ended. Always end the command by an exception."""
     from stepscope_report.cli import find
-    from stepscope_report.sections.health import known_dead, say_deaths, say_ended, say_span, step_health
+    from stepscope_report.sections.health import known_dead, say_deaths, say_span, step_health
     from stepscope_report.timeline import load_step
 
     chosen = steps_of_run(RunLayout(run).steps())
@@ -162,12 +162,13 @@ def _show_last_step(run: Path, json: bool) -> None:
             listing(f"No process answers. Step {number}, the last on disk, has calls without an end", rows),
         )
     else:
-        ended = "" if health is None else ". ".join(filter(None, (died, say_ended(health))))
+        error = None if health is None else health.user_error
+        ended = ". ".join(filter(None, (died, error and f"It ended early: {plain(error)}")))
         fix = f"stepscope report {run} --step {number}" if ended else _fix(RunLayout(run))
         last = (
             f"step {number} has no open call. {ended}" if ended else "its last step on disk has no open call"
         )
-        lost = "" if died else find.deaths(RunLayout(run))
+        lost = "" if ended else find.deaths(RunLayout(run))
         raise CommandError(
             f"no process of the run in {run} answers, and {last}. {lost}Fix: {fix}",
             Exit.INCOMPLETE,

@@ -318,7 +318,12 @@ def known_dead(timeline: Timeline) -> dict[str, str]:
     parts = () if timeline.manifest is None else timeline.manifest.processes
     absent = (one for part in parts for one in part.absent if one.died)
     dead = {one.process or one.name: one.name for one in absent}
-    ended = (part.process for part in parts if any(item.died for item in part.expected))
+    went_on = timeline.processes[0].info.key if timeline.owner_went_on else None
+    ended = (
+        part.process
+        for part in parts
+        if any(item.died for item in part.expected) and part.process.key != went_on
+    )
     return {**dead, **{process.key: process.key for process in ended}}
 
 

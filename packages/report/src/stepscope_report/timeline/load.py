@@ -220,6 +220,7 @@ def _assemble(
         uncaptured=around.uncaptured,
         previous_end_ns=around.ended_ns,
         regular=around.regular,
+        owner_went_on=around.has_line,
     )
 
 

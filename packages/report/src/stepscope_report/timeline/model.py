@@ -245,6 +245,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
     previous_end_ns: int | None = None
     """End of the step before, captured or not, or None if unknown."""
+    owner_went_on: bool = False
+    """True if the owner closed its capture by the flight recorder's lines, even if its own files do not say
+    so, because its disk was full."""
     regular: frozenset[str] = frozenset()
     """Large stages that come in every n-th step, an evaluation for example: `role/stage` of top spans."""
     metrics: dict[str, float] = {}
@@ -308,7 +311,9 @@ def _reasons(timeline: Timeline) -> Iterator[str]:
     if is_running(manifest):
         yield "the step still ran when the flight recorder wrote it: it is cut off at that moment"
     for process in timeline.processes:
-        if process.closed_ns is None:
+        if process.closed_ns is None and process is timeline.processes[0] and timeline.owner_went_on:
+            yield f"{process.name} closed its capture, and could not write that: its disk may have been full"
+        elif process.closed_ns is None:
             yield f"{process.name} never closed its capture: killed, or still running"
         if process.dropped:
             spans = f"{process.dropped:,} span{'s' * (process.dropped != 1)}"

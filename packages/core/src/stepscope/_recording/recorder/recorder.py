@@ -445,6 +445,8 @@ class Recorder:
         self._add_peers(written, order, first)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in first:
+            if step.part.state("spans") == "failed":  # a warning says so
+                continue
             failures.tell(
                 "stepscope: step %d is on record (%s: %s): stepscope report %s",
                 step.part.record.step,
