@@ -103,6 +103,27 @@ def test_a_gap_behind_the_last_kernel_has_a_cause(tmp_path: Path, command: Comma
     assert rows[kind] == 100_000
 
 
+@pytest.mark.parametrize(
+    ("runtime", "call", "kind"),
+    [
+        ("mtia_runtime", "synchronizeStream", "synchronisation"),
+        ("xpu_runtime", "urQueueFinish", "synchronisation"),
+        ("xpu_runtime", "urEventWait", "synchronisation"),
+        ("xpu_runtime", "urEnqueueUSMMemcpy", "copies"),
+        ("xpu_runtime", "urUSMDeviceAlloc", "memory allocation"),
+        ("xpu_runtime", "urUSMFree", "memory allocation"),
+        ("xpu_runtime", "urEnqueueKernelLaunch", "no operator"),
+    ],
+)
+def test_calls_of_other_devices_are_causes_too(
+    tmp_path: Path, command: Command, runtime: str, call: str, kind: str
+) -> None:
+    held = on_host(runtime, call, 30 if kind == "synchronisation" else 105, 190)
+    trace(tmp_path / "rank0.json", [*launched(10, 100, 1, 2), *launched(200, 300, 2, 195), held])
+    rows = {row["kind"]: row["total_ns"] for row in command("report", tmp_path, "--json").json["gaps"]}
+    assert rows[kind] == 100_000
+
+
 def test_gaps_of_a_step_add_up_to_its_idle_time(tmp_path: Path, command: Command) -> None:
     chance, at, events = random.Random(3), 40.0, list[Json]()
     for number in range(300):

@@ -46,12 +46,12 @@ ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
 """Causes that HolisticTraceAnalysis calls `host_wait`."""
 
 _SYNC = re.compile(
-    r"\w*Synchronize(Stream|Device|Event)?(WithTimeout)?(_\w+)?"
+    r"\w*[Ss]ynchronize(Stream|Device|Event)?(WithTimeout)?(_\w+)?|ur(QueueFinish|EventWait)"
     r"|(cu|cuda|hip|aclrt)Memcpy(2D|3D|2d|ToSymbol|FromSymbol|WithStream)?(_\w+)?"
 )
 _ALLOCATES = re.compile(
     r"(cu|cuda|hip|aclrt)(Mem)?(Malloc|Free|Alloc|Create|Map|Unmap|Release|AddressReserve|SetAccess)\w*"
-    r"|(cuda|hip)?Host(Alloc|Register|Unregister|Malloc|Free)\w*|(cuda|hip)(Host|Malloc|Free)\w*"
+    r"|urUSM(\w*Alloc|Free)|(cuda|hip)?Host(Alloc|Register|Unregister|Malloc|Free)\w*|(cuda|hip)(Host|Malloc|Free)\w*"
 )
 _NOT_ALLOCATING = re.compile(r"\w*(Async|FromPool)(_\w+)?|cudaHostGetDevicePointer\w*|cuMemcpy\w*")
 _COPIES = re.compile(r"\w*Memcpy\w*")
