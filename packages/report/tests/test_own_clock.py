@@ -309,4 +309,5 @@ def test_the_time_between_steps_is_that_of_the_loops_own_clock(tmp_path: Path) -
     assert gaps(around, 3) - MS <= baseline.before_ns <= gaps(inside, 3) + MS
     (advice,) = [one for one in report.advice if one.rule == "between-steps"]
     assert advice.saves_ns == baseline.between_ns
+    assert " % of the" in advice.because[0]
     assert ("", "+ between steps") in [row[:2] for row in account_table(report.breakdown, 1).rows]

@@ -10,7 +10,7 @@ from stepscope_report.advice import (
     percentage_of,
     share_of_step,
 )
-from stepscope_report.formatting import count, duration, few, percent_of
+from stepscope_report.formatting import count, duration, few
 from stepscope_report.sections.baseline import ENOUGH
 from stepscope_report.sections.breakdown import name_gap
 from stepscope_report.sections.health import Health, ProcessRow, has_deaths, say_deaths, was_cut_off
@@ -101,7 +101,7 @@ def between_steps(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="between-steps",
         what="the loop spends much time between its steps, which is in no step's account",
-        because=(f"{duration(ns)} (median), {percent_of(ns, period_ns)} of the period{before}",),
+        because=(f"{duration(ns)} (median), {percentage_of(ns, period_ns)} of the period{before}",),
         do=(
             "open the step before data loading, evaluation and checkpoints, with a span for each; then load "
             "the next batch beside the step"
