@@ -272,6 +272,28 @@ def test_a_rank_that_others_await_in_the_collectives_of_traces_is_late(
     assert told(cause) == (("late-rank", "trainer 1", None, 400) if named else None)
 
 
+def test_a_rank_with_work_of_its_own_is_not_late_by_traces_either(tmp_path: Path) -> None:
+    """Rank 0 alone samples, in a call of its own. Rank 1 waits meanwhile, in each step of the loop."""
+    folder = StepFolder(tmp_path)
+    for rank in range(2):
+        trainer = folder.process("trainer", rank, owner=True)
+        if not rank:
+            for number, stage in enumerate(("load", "sample", "score")):
+                trainer.span(stage, 170 * number * MS, 170 * (number + 1) * MS)
+        begin_ms = 10 if rank else 510
+        update = trainer.span("update", begin_ms * MS, 900 * MS)
+        trainer.span(
+            "all_reduce", (begin_ms + 50) * MS, 600 * MS, parent=update,
+            attrs={"wait": True, "group": "0", "sequence": 1},
+        )  # fmt: skip
+        reduced = event(
+            "gloo:all_reduce", "user_annotation", 1000 * (begin_ms + 50), 1000 * (550 - begin_ms), tid=2
+        )
+        add_trace(folder, trainer, [reduced])
+    close(folder, 1000 * MS)
+    assert reported(folder, traces=True).cause is None
+
+
 def test_a_slow_replica_is_compared_with_one_that_already_works_for_the_next_step(tmp_path: Path) -> None:
     rows: list[Row] = [
         ("trainer wait_for_rollout", 0, 500),

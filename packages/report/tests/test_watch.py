@@ -17,6 +17,7 @@ from stepscope.files.requests import Listening, write_listening
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import StepLine
+from stepscope_report.cli.watch import render
 from stepscope_report.live import live
 
 pytestmark = pytest.mark.usefixtures("one_recorder")
@@ -106,6 +107,15 @@ def test_the_last_steps_tokens_are_shown_per_second(tmp_path: Path, command: Com
         b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     )
     assert "rollout 2, train 750" in command("watch", tmp_path, "--once", "--every", "0.3").out
+
+
+def test_a_run_between_steps_is_not_a_run_without_answers(tmp_path: Path) -> None:
+    worker = ProcessState(
+        process=ProcessInfo(role="worker", rank=None, world_size=None, host="h", pid=1),
+        run_id="r", at_ns=0, step=None, step_age_ns=None, spans=(), threads=(), tasks=(),
+    )  # fmt: skip
+    heads = [str(next(iter(render(RunLayout(tmp_path), live([], states))))) for states in ([worker], [])]
+    assert ["No process answers" in head for head in heads] == [False, True]
 
 
 def test_only_the_last_steps_count() -> None:

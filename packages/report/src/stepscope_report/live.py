@@ -69,6 +69,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     """Steps that have ended."""
+    answers: int = 0
+    """Processes that answered."""
     durations_ns: tuple[int, ...]
     """The durations of the last steps, the latest last."""
     between_ns: int | None
@@ -124,6 +126,7 @@ def live(
     flights = sorted(_flights(states), key=lambda flight: -flight.age_ns)
     return Live(
         steps=len(lines),
+        answers=len(states),
         durations_ns=tuple(line.dur_ns for line in last),
         between_ns=middle(between) if between else None,
         median_ns=middle(usual) if usual else None,

@@ -205,6 +205,8 @@ def _head(view: Live, layout: RunLayout) -> str:
     median = ""
     if view.median_ns is not None:
         median = f"; {say_median(view.compared, view.steps)}: {duration(view.median_ns)}"
+    if view.running_ns is None and view.answers:
+        return f"No step runs; {count(view.answers, 'process')} of the run answered. {ended}{median}"
     if view.running_ns is None:
         listening = read_listening(layout)
         over = bool(listening) and all(map(has_ended, listening))

@@ -739,7 +739,8 @@ def _suspects(sources: Sources) -> list[Suspect]:
 
 def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
     """Yield a suspect for the rank that another rank waited for in collectives, as traces show. Nothing if
-    the process of the awaited rank is in `known`.
+    the process of the awaited rank is in `known`, or if spans show that others waited for it, and so with
+    what it was busy.
     """
     if not sources.activities:
         return
@@ -748,6 +749,7 @@ def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
     if pair is None:
         return
     waits, last = pair
+    graph = sources.path.graph
     at = [process.name for process in sources.timeline.processes].index(last.process)
     ns = waits.awaited_ns - (last.skew_ns or 0)
     collected_ns = near_step(sources.path).collected_ns.get(last.process, 0)
@@ -755,7 +757,7 @@ def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
         return
     if collected_ns * 2 >= ns:
         yield Suspect("gc", min(ns, collected_ns), collected_ns, process=at)
-    else:
+    elif at not in {graph.process_of(node) for node in graph.last_of.values()}:
         yield Suspect("late-rank", ns, ns, process=at, beside=waits.process)
 
 
