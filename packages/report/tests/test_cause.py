@@ -828,6 +828,31 @@ def test_a_block_of_a_loop_is_as_long_as_its_call_wherever_the_samples_lie(
     assert (cause.kind, cause.stage, cause.longer_ns) == ("event-loop", "tool", 500 * MS)
 
 
+@pytest.mark.parametrize("lacked", [90, 20])
+def test_a_loop_whose_thread_had_no_free_core_is_not_blocked(tmp_path: Path, lacked: float) -> None:
+    rows: list[Row] = [("trainer/rollout generate", 0, 1000), ("trainer/env tool", 300, 800)]
+    folder = a_step(tmp_path, 1000, rows)
+    late = {ms * MS: float(max(0, ms - 300)) for ms in range(0, 900, 100)} | {900 * MS: 0.0}
+    folder.processes[0].counter("event loop late", late, of="MainThread", unit="ms", kind="interval")
+    percent(folder.processes[0], "main thread waits for a core", from_0(lacked, range(100, 1000, 100)))
+    rules = {advice.rule for advice in reported(folder).advice}
+    assert ("late-event-loop" in rules) == (lacked == 20)
+
+
+def test_a_block_begins_where_the_last_span_shows_that_its_loop_ran(tmp_path: Path) -> None:
+    """The call that blocks began before the last sample, and other calls after it."""
+    rows: list[Row] = [("trainer/reward judge", 0, 1000)]
+    rows += (("trainer/rollout generate", since_ms, 200 + since_ms) for since_ms in range(0, 800, 190))
+    folder = a_step(tmp_path, 1000, rows)
+    late = {ms * MS: float(max(0, ms - 200)) for ms in range(0, 600, 100)} | {600 * MS: 0.0}
+    for of, values in (("", late), (" in reward judge, a.py:3", {400 * MS: 200.0, 500 * MS: 300.0})):
+        folder.processes[0].counter(
+            "event loop late", values, of=f"MainThread{of}", unit="ms", kind="interval"
+        )
+    (loop,) = some(reported(folder).counters).late_loops
+    assert (loop.blocker, loop.late_ns) == (("reward", "judge"), 310 * MS)
+
+
 def test_blocks_of_one_place_are_added_up_and_other_places_follow(tmp_path: Path) -> None:
     blocks = {
         (100, 500): "env tool, a.py:3",

@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.files.counters import (
     BLOCKED_NS,
+    CORE_WAIT,
     EVENT_LOOP,
     GPU,
     HOST_CPU,
@@ -315,6 +316,8 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
         for start_ns, end_ns in _blocks(counter, timeline):
             for part in _parts(counter, calls, start_ns, end_ns, timeline):
                 label = None if part.call is None else names.label_of(timeline.spans[part.call])
+                if 2 * _without_core_ns(counter, part, timeline) >= part.end_ns - part.start_ns:
+                    continue
                 if _is_beside_others(part, calls, timeline):
                     found[label, part.line].append((part.start_ns, part.end_ns))
         for place in [place for place in found if not place[1]]:  # of a short block, no line was sampled
@@ -331,6 +334,22 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
                 blocker=label,
                 line=line,
             )
+
+
+def _without_core_ns(loop: Counter, block: _Block, timeline: Timeline) -> int:
+    """Return for how many ns of a block the loop's thread had work and no free core; 0 if this is unknown."""
+    waits = (
+        piece
+        for counter in timeline.counters
+        if (counter.name, counter.process) == (CORE_WAIT, loop.process) and loop.of == "MainThread"
+        for piece in pieces_of(counter, timeline)
+    )
+    return round(
+        sum(
+            piece.value / 100 * max(0, min(block.end_ns, piece.end_ns) - max(block.start_ns, piece.start_ns))
+            for piece in waits
+        )
+    )
 
 
 def _parts(
@@ -359,16 +378,12 @@ def _begin_ns(
 ) -> int:
     """Return the time at which a block of a loop began.
 
-    The loop ran at the last sample before `start_ns`. If the call that blocks it began after this sample, the
-    block began with the call, or at the last edge of another span.
+    The loop ran at the last sample before `start_ns`, and whenever a span of its thread began or ended.
     """
     if call is None:
         return start_ns
-    began_ns = timeline.spans[call].start_ns
     ran_ns = max((time for time in loop.times_ns if time < start_ns), default=start_ns)
-    if not ran_ns <= began_ns < start_ns:
-        return start_ns
-    return max(_edges_ns(call, calls, began_ns, start_ns, timeline), default=began_ns)
+    return max(_edges_ns(call, calls, ran_ns, start_ns, timeline), default=start_ns)
 
 
 def _edges_ns(
