@@ -16,7 +16,8 @@ import pytest
 import torch  # noqa: F401  # the ranks record with it
 
 from packages.report.tests.steps import MS
-from stepscope.files.manifest import Recorded
+from stepscope.files.manifest import Absent, Recorded
+from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.sections.health import step_health
@@ -243,3 +244,35 @@ def test_death_is_among_the_reasons_for_what_a_worker_did_not_leave(folder: Step
     assert re.match("actor.0.: missing: it began, .* it died", unknown)
     assert known.startswith("actor[1]: missing: its process died: ")
     assert step_health(timeline).lost == ("actor[1]",)
+
+
+@pytest.mark.parametrize(
+    ("fault", "outside"),
+    [
+        (None, {"trainer 1": "actor update"}),
+        ("died", {}),  # the step waited for the dead rank
+        ("raised", {}),  # rank 2 failed by itself, and closed its connections by that
+        ("entered", {}),
+    ],
+)
+def test_a_rank_outside_of_a_collective_that_timed_out_is_named(
+    folder: StepFolder, fault: str | None, outside: dict[str, str]
+) -> None:
+    ranks = [folder.process("trainer", rank, owner=True) for rank in range(3)]
+    for rank, trainer in enumerate(ranks):
+        hangs = rank == 1
+        top = trainer.span("update", 0, None if hangs else 90 * MS, role="actor")
+        waits: dict[str, AttrValue] = {"sequence": 4, "wait": True}
+        if not hangs:
+            error = "ValueError: boom" if rank and fault == "raised" else "RuntimeError: Timed out"
+            attrs = None if rank and fault == "raised" else waits
+            trainer.span("all_reduce", 50 * MS, 90 * MS, parent=top, error=error, attrs=attrs)
+        elif fault == "entered":
+            trainer.span("all_reduce", 60 * MS, None, parent=top, attrs=waits)
+        trainer.error = None if hangs else "RuntimeError: Timed out"
+        if not hangs or fault != "died":
+            trainer.close(90 * MS)
+    if fault == "died":
+        died = Absent(name="trainer 3", state="missing", reason="it died", died=True, process="trainer_rank3")
+        ranks[0].absent.append(died)
+    assert step_health(load_step(folder.write())).outside == outside

@@ -19,10 +19,12 @@ from stepscope.files.manifest import (
     Recorded,
     State,
 )
+from stepscope.files.spans import SEQUENCE
 from stepscope_report.formatting import (
     LISTED,
     count,
     duration,
+    few,
     numbers,
     plain,
     say_profiled,
@@ -108,6 +110,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     user_error: str | None
     """The exception of the user's code that ended the capture, or None. An exception alone does not make the
     step incomplete."""
+    outside: dict[str, str] = {}
+    """{name of a rank: the innermost call that it was in} of the ranks that had not entered a collective
+    which failed in all other ranks, as after its timeout. Empty if a rank died or failed by itself."""
     captures: int = 1
     """Number of times that one process captured this step. The report is of the last capture."""
     recorder: Recorded | None = None
@@ -162,6 +167,7 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         uncalled=_uncalled(timeline, parts),
         opened_by="program" if manifest is None else manifest.opened_by,
         user_error=next((part.error for part in parts if part.error is not None), None),
+        outside={} if dead else _outside(timeline),
         captures=timeline.captures,
         recorder=None if manifest is None else manifest.recorder,
         held=say_held(timeline.states, dead),
@@ -309,6 +315,24 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
         )
         for step, spans in sorted(by_step.items())
     )
+
+
+def _outside(timeline: Timeline) -> dict[str, str]:
+    """Return `Health.outside`."""
+    failed = {span.process for span in timeline.spans if span.error is not None and _is_collective(span)}
+    open_ = grouped((span for span in timeline.spans if span.end_ns is None), lambda span: span.process)
+    if not failed or any(span.error and span.process not in failed for span in timeline.spans):
+        return {}
+    return {
+        timeline.processes[process].name: f"{spans[-1].role} {spans[-1].stage}"
+        for process, spans in open_.items()
+        if process not in failed and timeline.processes[process].owner
+        if not any(_is_collective(span) or span.waits for span in spans)
+    }
+
+
+def _is_collective(span: Span) -> bool:
+    return span.attrs is not None and SEQUENCE in span.attrs
 
 
 def known_dead(timeline: Timeline) -> dict[str, str]:
@@ -519,10 +543,12 @@ def say_ended(health: Health) -> str:
     if health.user_error is None:
         return ""
     what = "capture" if health.recorder is None else "step"
+    others = [f"{name} was in {call}" for name, call in health.outside.items()]
+    outside = f". {few(others, 3)}, and not in the collective that failed" if others else ""
     error = plain(health.user_error)
     if health.recorder is not None and plain(health.recorder.reason).endswith(error):
         error = error.partition(":")[0]  # `say_recorder` has its message
-    return f"The {what} ended early: {error}; the report covers the time until then"
+    return f"The {what} ended early: {error}; the report covers the time until then{outside}"
 
 
 def say_incomplete(health: Health) -> str:
