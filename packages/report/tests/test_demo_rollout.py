@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -212,3 +214,9 @@ async def test_an_answer_that_nobody_waited_for_is_never_taken_for_the_next_one(
         asking.cancel()
         with pytest.raises(RuntimeError, match="is gone"):
             await calculator.ask("2+2")
+
+
+def test_a_torch_without_numpy_warns_of_nothing() -> None:
+    program = "import sys; sys.modules['numpy'] = None; import stepscope_report.demo.model"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -14,10 +14,14 @@ has nothing to compare.
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
+
+# `pip install torch` brings no numpy, and torch warns of that. The demo does not need numpy.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 ARCHIVE = Path(__file__).with_name("sample.zip")
 """The recorded run for `report --sample`. `tools/record_sample.py` makes it."""
