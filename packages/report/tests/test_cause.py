@@ -765,6 +765,28 @@ def test_a_part_in_another_process_that_has_no_carrier_is_named(tmp_path: Path) 
     assert (some(report.cause).stage, report.unexplained_ns) == ("compute_reward", 20 * MS)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_the_first_step_of_a_run_is_not_slow_by_its_profiler(tmp_path: Path, number: int) -> None:
+    """A run that resumed at step 3 warms up in step 3."""
+    folder = StepFolder(tmp_path, step=number)
+    owner = folder.process("trainer", owner=True)
+    owner.profiled = True
+    owner.span("update", 0, 1000 * MS)
+    close(folder, 1000 * MS)
+    later = [
+        StepLine(
+            step=step, start_ns=folder.opened_ns + (step - number) * 10**10, captured=step == number,
+            dur_ns=(1000 if step == number else 100) * MS, stages={"trainer/update": 0.1},
+        )
+        for step in range(number, number + 9)
+    ]  # fmt: skip
+    path = RunLayout(tmp_path).step_lines(folder.run_id)
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in later))
+    report = reported(folder)
+    assert some(report.baseline).warms_up
+    assert "not-typical" not in rules(report)
+
+
 def test_a_step_is_not_compared_with_those_of_other_kinds(tmp_path: Path) -> None:
     folder = a_step(tmp_path, 1000, [("trainer update", 0, 1000)])
     lines(folder, 1, {})

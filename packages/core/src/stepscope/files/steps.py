@@ -214,6 +214,8 @@ class Surroundings(NamedTuple):
     """Large stages (`role/stage`) of the captured step that occur in every n-th step."""
     has_line: bool
     """True if the process closed this capture, by the flight recorder's lines."""
+    is_first: bool
+    """True if the captured step is the first of the run, which warms up, by the flight recorder's lines."""
 
 
 def uncaptured_near(
@@ -248,9 +250,11 @@ def uncaptured_near(
     others = [other for other in by_distance if other.step not in same][:COMPARED]
     marked = (msgspec.structs.replace(other, alike=False) for other in others)
     near = tuple(sorted((*alike, *marked), key=lambda other: other.start_ns))
-    own = [line.start_ns - opened_ns for line in lines if line.captured and line.step == number]
-    has_line = any(0 <= after_ns < _OPENING_NS for after_ns in own)
-    return Surroundings(near, ends.get(number - 1), _regular(number, lines), has_line)
+    own = [line for line in lines if line.captured and line.step == number]
+    has_line = any(0 <= line.start_ns - opened_ns < _OPENING_NS for line in own)
+    return Surroundings(
+        near, ends.get(number - 1), _regular(number, lines), has_line, bool(lines) and lines[:1] == own[:1]
+    )
 
 
 def _regular(number: int, lines: Sequence[StepLine]) -> frozenset[str]:

@@ -230,7 +230,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
         return None  # the report's first line names the deaths, which make the step unlike others
     if baseline is None or baseline.excess_ns is None or len(baseline.steps) < ENOUGH:
         return _stalled(evidence)
-    if not baseline.alike and evidence.health.recorder is None:
+    if baseline.warms_up or (not baseline.alike and evidence.health.recorder is None):
         return _stalled(evidence)
     took_ns = baseline.p50_ns + baseline.excess_ns
     slow, fast = took_ns > baseline.p90_ns, took_ns + evidence.breakdown.opening_ns < baseline.min_ns

@@ -59,6 +59,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     tokens_ratio: float | None = None
     """Tokens of the step that the loop's process counted with `step_tokens`, divided by the median of the
     uncaptured steps: of rollout or training, whichever differs more. None if unknown."""
+    warms_up: bool = False
+    """`Timeline.warms_up`."""
     cost_ns: int | None
     """Cost of the capture: its opening, its closing, and profilers inside the step. None for a step that the
     flight recorder wrote, because no capture was opened for that step."""
@@ -93,6 +95,7 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         next_ns=next(after, None),
         excess_ns=breakdown.window_ns - p50_ns if whole else None,
         tokens_ratio=_tokens_ratio(timeline, used),
+        warms_up=timeline.warms_up,
         cost_ns=_cost_ns(breakdown) if recorder is None else None,
     )
 
@@ -179,6 +182,8 @@ def say_beside(baseline: Baseline | None) -> str:
         if baseline.alike
         else "Not compared: no uncaptured step of its kind is known"
     )
+    if baseline.warms_up:
+        text += ". It is the first step of its run, which warms up"
     if baseline.cost_ns is not None and baseline.cost_ns > 0:
         text += f". Opening, closing and profilers took {duration(baseline.cost_ns)}"
     if not baseline.alike:

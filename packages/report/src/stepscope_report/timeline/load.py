@@ -221,6 +221,7 @@ def _assemble(
         previous_end_ns=around.ended_ns,
         regular=around.regular,
         owner_went_on=around.has_line,
+        warms_up=around.is_first,
     )
 
 

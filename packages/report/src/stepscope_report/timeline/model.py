@@ -250,6 +250,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     so, because its disk was full."""
     regular: frozenset[str] = frozenset()
     """Large stages that come in every n-th step, an evaluation for example: `role/stage` of top spans."""
+    warms_up: bool = False
+    """True if the step is the first of its run, which includes compilation, allocation and connections."""
     metrics: dict[str, float] = {}
     """{name: number} that the trainer logged for the step, under the trainer's names."""
     states: tuple[ProcessState, ...] = ()
