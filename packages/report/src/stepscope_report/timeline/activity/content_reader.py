@@ -748,11 +748,11 @@ class Reading:
 
     def describe(self, event: Metadata) -> None:
         """Keep what an event says of a device."""
-        name, pid, args = bytes(event.name), bytes(event.pid), bytes(event.args)
+        name = bytes(event.name)
         if name == b'"process_labels"':
-            self._labels_of[pid] = args
-        elif name == b'"thread_name"' and (named := _OF_DEVICE.search(args)) is not None:
-            self._device_of[pid, bytes(event.tid)] = named[1].decode()
+            self._labels_of[bytes(event.pid)] = bytes(event.args)
+        elif name == b'"thread_name"' and (named := _OF_DEVICE.search(event.args)) is not None:
+            self._device_of[bytes(event.pid), bytes(event.tid)] = named[1].decode()
 
     def _names_of_devices(self) -> dict[int | str, str]:
         """Return {device: its name}: the device's `process_labels` such as `MTIA 9`, or else `GPU 9`."""
