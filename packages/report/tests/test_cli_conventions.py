@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_steps_are_spelled_as_in_the_configuration(
         (["report", "{}", "--markdown"], "--markdown needs --brief or --by"),
         (["report", "{}", "--run", "zzz"], "holds no step of run 'zzz'. Runs: run1"),
         (["diff", "{}", "{}", "--steps-b", "9"], "--steps-b is '9'; allowed: captured steps: 2, 3, 4, 5"),
+        (["report", "{}", "--step", ""], "--step is ''"),
+        (["report", "{}", "--jobs", "9" * 20], "from 1 to 1,024"),
+        (["what-if", "{}", "--staleness", "x"], "'x'; allowed: whole"),
+        (["trigger", "{}", "--wait", "nan"], "'nan'; allowed:"),
+        (["trigger", "{}", "--next-run", "--wait", "0", "--expires", "1e300"], "expires_s is"),
+        (["watch", "{}", "--every", "0", "--once"], "from 0.2"),
         (["trigger", "lst", "{}"], "there is no `stepscope trigger lst`: did you mean 'list'?"),
     ],
 )
@@ -85,6 +92,33 @@ def test_a_wrong_one_is_refused_with_what_is_allowed(
 ) -> None:
     assert run([argument.format(save_path) for argument in arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["merge", "{}", "--step", "2", "--output"], ["diff", "{}", "{}", "--fail-above", "5%", "--junit"]],
+)
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
+    arguments: list[str], save_path: Path, tmp_path: Path, command: Command
+) -> None:
+    taken = tmp_path / "a_folder"
+    taken.mkdir()
+    shown = command(*(word.format(save_path) for word in arguments), taken, code=1)
+    assert f"{taken}: " in shown.err
+    assert "Fix: " in shown.err
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_an_address_without_a_cluster_is_no_long_wait() -> None:
+    pytest.importorskip("ray")
+    from stepscope_report.cli.ray_nodes import check_reachable
+
+    with socket.socket() as free, pytest.raises(OSError, match="refused"):
+        free.bind(("127.0.0.1", 0))
+        check_reachable(f"127.0.0.1:{free.getsockname()[1]}")
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        check_reachable("nowhere")
+    check_reachable("auto")
 
 
 def test_merge_takes_a_range_of_ranks_without_an_end(

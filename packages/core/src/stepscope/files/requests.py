@@ -24,9 +24,10 @@ from stepscope.files.storage import decode, is_running, private, read_file, read
 
 MAX_BYTES = 64 << 10
 MAX_REQUESTS = 64
+MAX_TEXT = 200
 
 Id: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
-Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
@@ -125,7 +126,7 @@ def read_requests(path: Path) -> list[Request]:
     try:
         return decode(data, Control).requests
     except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
+        raise RecordError(f"{path}: {error}. Fix: remove this file, and ask again") from None
 
 
 def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
@@ -133,6 +134,9 @@ def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Re
     admits one writer at a time.
 
     A file that cannot be read counts as empty.
+
+    Raises:
+        RecordError: readers would refuse the changed requests. Nothing is written.
     """
     layout.root.mkdir(parents=True, exist_ok=True)
     with _alone(layout.control):
@@ -141,7 +145,11 @@ def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Re
         except RecordError:
             requests = []
         changed = change(requests)[-MAX_REQUESTS:]
-        write_atomic(layout.control, msgspec.json.format(msgspec.json.encode(Control(requests=changed))))
+        data = msgspec.json.format(msgspec.json.encode(Control(requests=changed)))
+        decode(data, Control)  # else all requests would be lost on the readers
+        if len(data) > MAX_BYTES:
+            raise RecordError(f"{layout.control} would exceed {MAX_BYTES} bytes. Fix: name fewer ranks")
+        write_atomic(layout.control, data)
     return changed
 
 

@@ -122,9 +122,11 @@ def write_atomic(path: Path, data: bytes) -> None:
         with _created(name) as file:
             file.write(data)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # if the folder is gone, raise the first error
             name.unlink()
+        if isinstance(error, OSError):  # the user knows the file by this name
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -155,11 +156,25 @@ def _run(arguments: Sequence[str], question: Question | None) -> int:
     return Exit.OK
 
 
+_FIXES = {
+    errno.EACCES: "run this as a user who may use it, or change its permissions",
+    errno.EPERM: "run this as a user who may use it, or change its permissions",
+    errno.EROFS: "name a folder that can be written, or give no option that writes",
+    errno.ENOSPC: "make room on the disk",
+    errno.EISDIR: "name a file in this folder",
+}
+"""{number of an error of the system: what to do}."""
+
+
 def _explain(error: Exception) -> int:
     """Print an error, and return the exit code for its kind."""
     if isinstance(error, CommandError):
         screen.warn(f"error: {error}")
         return error.code
+    if isinstance(error, OSError) and error.filename is not None:
+        fix = _FIXES.get(error.errno or 0, "name another file or folder")
+        screen.warn(f"error: {os.fsdecode(error.filename)}: {error.strerror}. Fix: {fix}")
+        return Exit.ERROR
     if isinstance(error, (StepscopeError, OSError)):
         screen.warn(f"error: {error}")
         return Exit.USAGE if isinstance(error, ConfigError) else Exit.ERROR

@@ -5,6 +5,7 @@ errors.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from enum import IntEnum
@@ -107,19 +108,30 @@ class _Values:
         kind, info = getattr(described, "annotation", None), getattr(described, "parameter_info", None)
         if value is None and described is not None:
             return () if self._param.multiple or self._param.nargs == -1 else None
-        if kind is float and isinstance(value, float):  # the default
-            return value
+        if kind in (int, float) and info is not None:
+            return self._number(kind, value, info.min, info.max)
         if kind in _AS_IT_IS:
             return _AS_IT_IS[kind](value)
-        if (
-            kind is int
-            and info is not None
-            and str(value).isdecimal()
-            and info.max is None
-            and int(value) >= (info.min or 0)
-        ):
-            return int(value)
         return self._of_typer(self._param).coerce(value, **context)
+
+    def _number(
+        self, kind: type[int] | type[float], value: Any, least: float | None, most: float | None
+    ) -> Any:
+        """Return a number from the command line, which has its bounds and is finite."""
+        try:
+            number = kind(value)
+            if (
+                math.isfinite(number)
+                and (least is None or number >= least)
+                and (most is None or number <= most)
+            ):
+                return number
+        except (ValueError, OverflowError):
+            pass
+        allowed = "whole numbers" if kind is int else "numbers"
+        allowed += "" if least is None else f" from {least:g}"
+        allowed += "" if most is None else f" to {most:,}"
+        raise typer.BadParameter(f"it is {value!r}; allowed: {allowed}", param=self._param)
 
 
 class _Lean:

@@ -248,13 +248,14 @@ def nodes(address: str) -> Iterator[Row]:
     joined = not ray.is_initialized()
     try:
         if joined:
+            import_module("stepscope_report.cli.ray_nodes").check_reachable(address)
             ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
         alive = [node for node in ray.nodes() if node["Alive"]]
         yield green("cluster", f"{len(alive)} node(s) at {address}")
         probes = [_start(node) for node in alive]
         for node, probe in zip(alive, probes, strict=True):
             yield _row(node, probe)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         fix = "ray start --head on one node, and --ray auto on that node or --ray HOST:6379"
         yield red("cluster", f"no cluster answers at {address}: {error}", fix)
     finally:

@@ -122,7 +122,7 @@ def of_one_run(path: Path, steps: Mapping[int, StepLayout], run: str | None) -> 
 
 def _wanted(path: Path, step: int | str | None) -> dict[int, StepLayout]:
     steps = find_run(path)
-    ranges = () if step is None else parse_steps(step, "--step")
+    ranges = () if step is None else parse_steps([""] if step == "" else step, "--step")
     wanted = {
         number: layout
         for number, layout in steps.items()

@@ -153,4 +153,4 @@ def expect_traces(paths: Sequence[Path]) -> None:
         if not path.exists():
             raise CommandError(f"{path} does not exist")
         if len(paths) > 1 and is_ours(path):
-            raise CommandError(f"{path} is stepscope's own: name it alone")
+            raise CommandError(f"{path} is of a run of stepscope: name one run, or one step, at a time")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from stepscope_report.timeline.processes import NearFiles, NodeLostError, idle_c
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Part = TypeVar("_Part")
+_REACH_S = 5.0
 _SMALL = 1 << 20
 """Largest size in bytes of a file in the traces' folder that is always fetched. Such files are sidecars and
 summaries."""
@@ -83,8 +85,9 @@ def connected(address: str, jobs: int | None = None) -> Iterator[RayNodes]:
     was_connected = ray.is_initialized()
     try:
         if not was_connected:
+            check_reachable(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0]
         raise RecordError(f"no Ray cluster at {address!r} ({why}): run this on one of its nodes") from error
     nodes = RayNodes(jobs)
@@ -95,6 +98,22 @@ def connected(address: str, jobs: int | None = None) -> Iterator[RayNodes]:
         nodes.kill()
         if not was_connected:
             ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Try the address of a cluster for a few seconds, because Ray tries for minutes.
+
+    Raises:
+        OSError: nothing listens there.
+        ValueError: it is no address.
+    """
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("allowed: auto, or HOST:PORT")
+    with socket.create_connection((host, int(port)), timeout=_REACH_S):
+        pass
 
 
 class RayNodes(NearFiles):

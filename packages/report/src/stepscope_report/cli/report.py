@@ -117,6 +117,7 @@ class Asked:
         int | None,
         typer.Option(
             min=1,
+            max=1024,
             metavar="N",
             help="Processes that read traces; same result. Default: idle cores, or 1 if traces are small.",
         ),

@@ -74,7 +74,9 @@ def ask(
     seconds: Annotated[float | None, typer.Option(help="End each capture after this many seconds.")] = None,
     last: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Write the last N steps instead, from the flight recorder."),
+        typer.Option(
+            metavar="N", min=1, max=10**9, help="Write the last N steps instead, from the flight recorder."
+        ),
     ] = None,
     expires: Annotated[
         float, typer.Option(metavar="S", help="Drop the request if no step begins within this many seconds.")
@@ -265,7 +267,7 @@ def _is_over(request: Request) -> bool:
 def _comes(holds: Callable[[], bool], seconds: float) -> bool:
     until = time.monotonic() + seconds
     while not holds():
-        if time.monotonic() >= until:
+        if not time.monotonic() < until:  # also if `seconds` is not a number
             return False
         time.sleep(POLL_S)
     return True

@@ -117,6 +117,9 @@ def changes_of(options: Options, step: Step) -> Changes:
     )
 
 
+_MOST = 100_000
+
+
 def _changed(option: str, value: str, now: int | None, fix: str) -> int:
     match = _NUMBER.fullmatch(value)
     if match is None or (now is None and (match["times"] or match["sign"])):
@@ -130,6 +133,8 @@ def _changed(option: str, value: str, now: int | None, fix: str) -> int:
         size = int(match["count"]) if sign is None else (now or 0) + sign * int(match["count"])
     if size < 1:
         raise ConfigError(option, value, f"at least 1 left, from {now} now", "remove fewer")
+    if size > _MOST:
+        raise ConfigError(option, value, f"at most {_MOST:,} of them", fix)
     return size
 
 

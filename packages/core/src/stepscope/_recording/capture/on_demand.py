@@ -29,6 +29,7 @@ from stepscope.files import switch
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
     MAX_REQUESTS,
+    MAX_TEXT,
     Answer,
     AnswerState,
     Listening,
@@ -121,6 +122,9 @@ def request_capture(
             layout, own=save_path is None, next_run=next_run, of_the_past=last is not None
         ),
     )
+    for name, text in (("steps", request.steps), ("roles", roles), ("tool", tool)):
+        if text is not None and not 0 < len(text) <= MAX_TEXT:
+            raise ConfigError(name, text, f"1 to {MAX_TEXT} characters", "shorten it, or omit it")
     change_requests(layout, lambda standing: [*_living(standing), request])
     return request.id
 

@@ -96,13 +96,17 @@ def timeline_file(path: Path, base_ns: int) -> Iterator[TimelineFile]:
         OSError: The file cannot be written.
     """
     name = temporary(path)
-    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with full_disk_names(path):
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with full_disk_names(path), os.fdopen(handle, "wb") as sink:
             yield TimelineFile(sink, base_ns, packed=path.suffix != ".json")
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(name)
+        if isinstance(error, OSError):  # the user knows the file by this name
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 
