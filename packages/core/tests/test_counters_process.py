@@ -369,7 +369,10 @@ def test_a_call_that_blocks_its_loop_is_named_if_others_wait_for_the_loop(
 
 
 @pytest.mark.slow
-def test_the_running_task_tells_the_call_that_blocks_a_loop_and_its_line(config: ProfileConfig) -> None:
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_the_running_task_tells_the_call_that_blocks_a_loop_and_its_line(
+    config: ProfileConfig, kind: str
+) -> None:
     """Other calls end before it, because their timers ran out meanwhile, and it goes on after its block."""
 
     async def waits() -> None:
@@ -390,7 +393,7 @@ def test_the_running_task_tells_the_call_that_blocks_a_loop_and_its_line(config:
         await adds()
 
     with capture(1, config=config):
-        asyncio.run(work())
+        (asyncio if kind == "asyncio" else pytest.importorskip("uvloop")).run(work())
     (late,) = late_loops(load_step(f"{config.save_path}/step_000001"))
     assert late.blocker == ("env", "add")
     lines = Path(__file__).read_text().splitlines()

@@ -102,9 +102,11 @@ class LoopFinder(SpanObserver):
 class _Watched:
     """One event loop, and its latest callback."""
 
-    def __init__(self, loop: AbstractEventLoop, name: str) -> None:
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        """Watch a loop that runs on this thread."""
         self.loop = ref(loop)
-        self.name = name
+        self.name = threading.current_thread().name
+        self._thread_id = threading.get_ident()
         self._number = 0
         """Number of the latest callback. Earlier callbacks are ignored when they run."""
         self._sent_ns: int | None = None
@@ -123,7 +125,7 @@ class _Watched:
         span = None if task is None else tasks.span_of(task)
         if span is None or self._sent_ns != sent_ns:  # the loop has run meanwhile
             return None
-        role, code = inherited(span)[0] or span.log.process.role, _line_of(loop, task)
+        role, code = inherited(span)[0] or span.log.process.role, _line_of(loop, task, self._thread_id)
         line = "?" if code is None else f"{Path(code[0].co_filename).name}:{code[1]}"
         name = (span.attrs or {}).get("name")
         stage = span.stage
@@ -166,13 +168,15 @@ class _Watched:
             self._sent_ns = None
 
 
-def _line_of(loop: AbstractEventLoop, task: object) -> tasks.Place:
+def _line_of(loop: AbstractEventLoop, task: object, thread_id: int) -> tasks.Place:
     """Return the line of the innermost coroutine that runs on a loop.
 
     A running coroutine does not tell what it awaits (`cr_await`), so the stack of the loop's thread is read.
-    If a loop of another library does not tell its thread, the line of the task's own coroutine is returned.
+
+    Args:
+        thread_id: The thread on which the loop was seen. A loop in C, as uvloop is, does not tell its thread.
     """
-    frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
+    frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or thread_id)
     while frame is not None and not frame.f_code.co_flags & CO_COROUTINE:
         frame = frame.f_back
     return tasks.place_of(task) if frame is None else (frame.f_code, frame.f_lineno or 0)
@@ -215,4 +219,4 @@ class EventLoops(CounterSource):
         if id(loop) in self._watched or len(self._watched) >= MOST_LOOPS:
             return
         with suppress(TypeError):  # a loop of another library may not support weak references
-            self._watched[id(loop)] = _Watched(loop, threading.current_thread().name)
+            self._watched[id(loop)] = _Watched(loop)
