@@ -97,3 +97,14 @@ def test_a_span_called_tool_inside_a_trajectory_counts_as_a_tool(tmp_path: Path)
         rows.append(("trainer/agent_loop trajectory", 0, 100, own))
         rows.append(("trainer/agent_loop tool_call", 10, 90, "trajectory", own))
     assert "slow-tools" in rules(reported(a_step(tmp_path, 100, rows)))
+
+
+def test_a_tool_inside_a_tool_is_not_added_to_it(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    for number in range(4):
+        own = {"trajectory": f"t{number}"}
+        rows.append(("trainer/agent_loop trajectory", 0, 100, own))
+        rows.append(("trainer/env search", 10, 90, "trajectory", own))
+        rows.append(("trainer/env request", 20, 90, "search", own))
+    (advice,) = (one for one in reported(a_step(tmp_path, 100, rows)).advice if one.rule == "slow-tools")
+    assert advice.because[0].endswith("80.0 %")

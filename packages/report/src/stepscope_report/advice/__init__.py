@@ -32,7 +32,7 @@ from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.traces import MemoryRow, TraceTables
-from stepscope_report.spans import ManyNames, is_tool, placed
+from stepscope_report.spans import ManyNames, above, is_tool, placed
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Timeline, TraceActivity
 from stepscope_report.whatif import peak
@@ -185,6 +185,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of requests that one replica was running or had waiting."""
     tools_at_once: int | None = None
     """Largest number of tool calls that were running or waiting at the same time."""
+    tools_ns: int | None = None
+    """Sum of the durations of the tool calls that are inside no other tool call."""
 
 
 def step_demand(timeline: Timeline) -> Demand:
@@ -207,6 +209,12 @@ def step_demand(timeline: Timeline) -> Demand:
         fitting_requests=min((round(statistics.median_low(runs)) for runs in fitting.values()), default=None),
         requests_at_once=max(load, default=None),
         tools_at_once=peak(tools) or None,
+        tools_ns=sum(
+            timeline.until_ns(span) - span.start_ns
+            for span in timeline.spans
+            if is_tool(span.role, span.stage)
+            and not any(is_tool(outer.role, outer.stage) for outer in above(timeline, span))
+        ),
     )
 
 

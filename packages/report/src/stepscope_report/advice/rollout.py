@@ -283,6 +283,7 @@ def slow_tools(evidence: Evidence) -> Advice | None:
             what="trajectories wait for their tools",
             do=do,
             saves_ns=evidence.critical_path.tools_save_ns,
+            at_most_ns=evidence.demand.tools_ns,
         )
     return Advice(
         rule="slow-tools",
@@ -302,18 +303,21 @@ def _in_trajectories(
     what: str,
     do: str,
     saves_ns: int | None,
+    at_most_ns: int | None = None,
 ) -> Advice | None:
     """Advise if the calls of some stages took a fifth of the trajectories' total time, and faster calls would
     save 2 % of the step. If the saving is unknown, the first condition is enough.
 
     Args:
         counts: Returns True for a stage whose calls count.
+        at_most_ns: Sum of the calls that are inside no other of them, or None if no call is inside another.
     """
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
     inside = set() if tail is None else {(spread.role, spread.stage) for spread in tail.spreads}
     parts = [stage for stage in evidence.stages if counts(stage) and (stage.role, stage.stage) in inside]
     part_ns = sum(stage.total_ns for stage in parts)
+    part_ns = part_ns if at_most_ns is None else min(part_ns, at_most_ns)
     if not whole_ns or part_ns * 5 < whole_ns:
         return None
     if saves_ns is not None and saves_ns * 50 < evidence.breakdown.window_ns:
