@@ -18,6 +18,7 @@ from stepscope.errors import BackendError
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import analyse
 from stepscope_report.cli.app import app, run
+from stepscope_report.timeline.readers import contract
 
 
 @pytest.fixture
@@ -220,3 +221,15 @@ def test_without_an_analyser_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(analyse, "installed_analysers", list)
     assert "install 'stepscope[npu]'" in command("analyse", step, code=2).err
+
+
+@pytest.mark.parametrize("name", ["trace_view.json", "ascend_pytorch_profiler_0.db"])
+def test_a_recording_of_an_npu_names_the_package_that_reads_it(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(contract, "_points", lambda *_: ())
+    path = tmp_path / "host_71_ascend_pt" / "ASCEND_PROFILER_OUTPUT" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("[]")
+    for given in (tmp_path, path.parent):
+        assert f"{name}: of an NPU: pip install 'stepscope[npu]'" in command("report", given, code=1).err

@@ -16,7 +16,6 @@ from packages.report.tests.commands import Command
 from stepscope_report.cli import run
 from stepscope_report.timeline.activity.content_reader import OF_OTHERS
 from stepscope_report.timeline.plain import read_plain
-from stepscope_report.timeline.readers import contract
 from stepscope_report.timeline.trace_files import named
 
 BASE_NS = 1_700_000_000_000_000_000
@@ -322,18 +321,6 @@ def test_a_damaged_trace_is_trouble(tmp_path: Path, command: Command) -> None:
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path, command: Command) -> None:
     (tmp_path / "config.json").write_text('{"hidden": 4}')
     assert "no captured step" in command("report", tmp_path, code=2).err
-
-
-@pytest.mark.parametrize("name", ["trace_view.json", "ascend_pytorch_profiler_0.db"])
-def test_a_recording_of_an_npu_names_the_package_that_reads_it(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(contract, "_points", lambda *_: ())
-    path = (tmp_path / OF_NPU).with_name(name)
-    path.parent.mkdir(parents=True)
-    path.write_text("[]")
-    for given in (tmp_path, path.parent):
-        assert f"{name}: of an NPU: pip install 'stepscope[npu]'" in command("report", given, code=1).err
 
 
 def test_two_processes_without_a_device_are_named(tmp_path: Path, command: Command) -> None:
