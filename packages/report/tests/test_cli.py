@@ -209,6 +209,16 @@ def test_a_run_without_captured_steps_says_why(
     assert message in command("report", tmp_path, code=3).err
 
 
+@pytest.mark.parametrize("columns", ["30", "0", "-5", "x"])
+def test_no_number_is_broken_in_a_narrow_terminal(
+    columns: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = command("ls", a_run(tmp_path)).out
+    assert shown.count("10.0 ms") == 2
+    assert "2025-06-15" in shown
+
+
 def test_ls_shows_each_step_with_its_state_and_what_is_missing(tmp_path: Path, command: Command) -> None:
     folder = StepFolder(tmp_path, step=2)
     driver = folder.process("trainer", owner=True)
@@ -406,6 +416,7 @@ def test_names_that_the_terminals_encoding_lacks_are_escaped(tmp_path: Path) -> 
     folder.write()
     out, err = started("report", str(tmp_path), PYTHONIOENCODING="ascii").communicate()
     assert b"gr\\xf6\\xdfe \\u5927" in out
+    assert "█ → 大".encode("ascii", errors="stepscope") == b"# -> \\u5927"
     assert err.startswith(b"Page: ")
 
 

@@ -52,8 +52,8 @@ def table(
     """Return a titled table. A column whose name starts with `>` holds numbers and is right-aligned.
 
     No digit is lost. In a narrow terminal, headings and texts take more lines. If that is not enough, gaps
-    become narrower, words are broken, and shares are put below their times; at last, numbers take several
-    lines too.
+    become narrower, words are broken, and shares are put below their times; at last, each row is a
+    paragraph.
     """
     return _titled(title, _Grid(columns, [[plain(cell) for cell in row] for row in rows]), note)
 
@@ -74,7 +74,10 @@ class _Grid:
             rows = [[_SHARE.sub(r"\n\1", cell) for cell in row] for row in rows]
             gap, least = 1, self._least(rows)
         if sum(least) + gap * gaps > options.max_width:
-            least = [1] * len(least)
+            for row in self.rows:
+                cells = zip(self.headings, row, strict=True)
+                yield Text(", ".join(f"{heading} {cell}".strip() for heading, cell in cells if cell))
+            return
         yield self._drawn(rows, gap, self._widths(rows, least, options.max_width - gap * gaps))
 
     def _least(self, rows: list[list[str]]) -> list[int]:

@@ -128,7 +128,7 @@ def run(arguments: Sequence[str], question: Question | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # Names may contain characters that stdout's encoding lacks.
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="stepscope")
     began = time.monotonic()
     with screen.one_command():
         try:

@@ -6,10 +6,12 @@ title or a message.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +32,20 @@ log = logging.getLogger("stepscope")
 _quiet = False
 """True if the current command prints only its answer, errors, and missing things. Written by `be_quiet`,
 `be_verbose` and `one_command` only."""
+
+
+_ASCII = {"→": "->", "±": "+-", "·": ".", **dict.fromkeys("▁▂▃▄", "-"), **dict.fromkeys("▅▆▇█", "#")}
+"""{character of our own texts: its stand-in where the output's encoding lacks it}."""
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace a character that the encoding of the output lacks. Characters of names become escapes."""
+    if isinstance(error, UnicodeEncodeError) and error.object[error.start] in _ASCII:
+        return _ASCII[error.object[error.start]], error.start + 1
+    return codecs.backslashreplace_errors(error)
+
+
+codecs.register_error("stepscope", _in_ascii)
 
 
 class _Handler(logging.Handler):
@@ -168,6 +184,8 @@ class _SafeConsole(Console):
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH
+    width = None if stream.isatty() else WIDTH
+    if "COLUMNS" in os.environ:  # rich prints nothing if it is 0
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
     # Names contain no markup, no emoji codes, and nothing to highlight.
     return _SafeConsole(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
