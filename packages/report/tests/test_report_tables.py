@@ -148,7 +148,7 @@ def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_inc
     report = reported(folder)
     text = printed(report)
     assert report.health.complete
-    assert "(ValueError: bad batch)" in text
+    assert "ValueError: bad batch" in text
     assert "Complete: " in text
     assert "Not complete" not in text
 
