@@ -518,20 +518,23 @@ def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_pat
     assert [other.kind for other in cause.others] == ["slow-tool"]
 
 
-def test_a_stage_of_many_short_calls_is_told_by_their_sum(tmp_path: Path) -> None:
-    """One broadcast of 5 ms, and in step 6 a hundred. Only their sum explains that the step is longer."""
+@pytest.mark.parametrize(("usually", "busy"), [(1, 50.0), (0, 50.0), (0, 99.0)])
+def test_a_stage_of_many_short_calls_is_told_by_their_sum(tmp_path: Path, usually: int, busy: float) -> None:
+    """In step 6 a hundred broadcasts of 5 ms, which no lack of cores explains if there were none before."""
     folder = StepFolder(tmp_path)
     for number in (4, 5, 6):
-        calls = 100 if number == 6 else 1
+        calls = 100 if number == 6 else usually
         folder = StepFolder(tmp_path, step=number)
         owner = folder.process("trainer", owner=True)
         owner.span("update", 0, 200 * MS)
+        sync = owner.span("publish", 200 * MS, (205 + 5 * calls) * MS)
         for call in range(calls):
-            owner.span("broadcast", (200 + 5 * call) * MS, (205 + 5 * call) * MS)
+            owner.span("broadcast", (200 + 5 * call) * MS, (205 + 5 * call) * MS, parent=sync)
+        percent(owner, "host CPU", {0: busy, 705: busy}, scope="host")
         close(folder, (210 + 5 * calls) * MS)
         folder.write()
     cause = some(seen(folder).cause)
-    assert (cause.stage, cause.took_ns, cause.usual_ns) == ("broadcast", 500 * MS, 5 * MS)
+    assert (cause.stage, cause.took_ns, cause.usual_ns) == ("broadcast", 500 * MS, 5 * usually * MS)
 
 
 def test_a_pools_process_with_longer_calls_is_named(tmp_path: Path) -> None:
@@ -752,6 +755,18 @@ def test_a_step_with_a_stage_that_grew_is_not_called_untypical_too(
     report = reported(folder)
     assert some(report.cause).kind == ("slow-stage" if is_known else "unexplained")
     assert ("not-typical" in rules(report)) is not is_known
+
+
+@pytest.mark.parametrize("used", [20.0, 180.0])
+def test_a_slow_step_on_a_host_that_others_keep_busy_blames_no_profiler(tmp_path: Path, used: float) -> None:
+    folder = a_step(tmp_path, 1000, [("trainer update", 0, 1000)])
+    (owner,) = folder.processes
+    owner.profiled = True
+    percent(owner, "host CPU", {0: 99.0, 1000: 99.0}, scope="host")
+    percent(owner, "process CPU", {0: used, 1000: used})
+    lines(folder, 600, {"trainer/update": 0.6})
+    (advice,) = (advice for advice in reported(folder).advice if advice.rule == "not-typical")
+    assert ("profiler" in advice.do) == (used > 100)
 
 
 def test_a_part_in_another_process_that_has_no_carrier_is_named(tmp_path: Path) -> None:

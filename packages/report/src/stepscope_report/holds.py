@@ -214,7 +214,9 @@ class Holds:
         else:
             held[CORE_WAIT] = sum(self.core_ns(process, pairs, at) for at, pairs in of_thread.items())
         if sum(held.values()) * 2 < suspect.longer_ns:
-            return None if most_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
+            is_new = suspect.usual_ns == 0 and not suspect.peers  # no lack of cores makes more calls
+            may_lack = most_ns * 2 >= suspect.longer_ns and not is_new
+            return None if may_lack else self._slowed(suspect, process, every)
         collects = held[GC] * 2 >= suspect.longer_ns  # collecting may lack a core too
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"

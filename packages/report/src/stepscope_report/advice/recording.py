@@ -13,6 +13,7 @@ from stepscope_report.advice import (
 from stepscope_report.formatting import count, duration, few
 from stepscope_report.sections.baseline import ENOUGH
 from stepscope_report.sections.breakdown import name_gap
+from stepscope_report.sections.counters import say_busy_host
 from stepscope_report.sections.health import Health, ProcessRow, has_deaths, say_deaths, was_cut_off
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
@@ -280,6 +281,9 @@ def _slowed(evidence: Evidence) -> str:
         )
     if evidence.beside_ns is not None:
         return "see below what took the time: other captured steps took less, so it is not the profiler"
+    busy = evidence.counters.busy_hosts if evidence.counters is not None else ()
+    if busy and busy[0].processes and busy[0].cores < 1:
+        return f"{say_busy_host(busy[0])}: end what else runs there, or capture another step"
     less = ", ".join(_less(evidence))
     return (
         "trust shares more than times. If other captures are as slow, it is the profiler"
