@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
 
 
 FULL = """
-import sys
+import sys, time
 from pathlib import Path
 from stepscope import ProfileConfig, capture, span
 roles = {"*": {"profiler": "off"}}
@@ -84,6 +84,8 @@ config = ProfileConfig(save_path=sys.argv[1], steps=[2], roles=roles, budget={"f
 for step in range(4):
     with capture(step, config=config), span("update"):
         if step == 2:
+            while not list(Path(sys.argv[1]).glob("steps_*.jsonl")):  # the recorder's thread writes it
+                time.sleep(0.01)
             with Path(sys.argv[1] + ".fill").open("wb", buffering=0) as file:
                 try:
                     while True:

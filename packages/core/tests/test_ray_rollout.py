@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from stepscope import ProfileConfig, capture
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations, patience_s, waited_s
 from stepscope.engines.ray import RayRollout, ignored_of
 from stepscope.errors import EngineError
@@ -30,6 +31,8 @@ from stepscope.testing.engine_conformance import (
     files_below,
 )
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope_report.sections.health import step_health
+from stepscope_report.timeline import load_step
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -222,6 +225,18 @@ async def test_an_actor_that_dies_during_the_capture_is_an_error_at_once(tmp_pat
     with pytest.raises(EngineError, match="actor died"):
         await asyncio.wait_for(replica.stop(), 20)
     assert await replica.stop() == []
+
+
+def test_an_engine_whose_actor_died_in_the_step_is_named_first(tmp_path: Path) -> None:
+    actors = [make(Rollout) for _ in range(2)]
+    engines = [rollout(actor, number) for number, actor in enumerate(actors)]
+    roles = {"rollout": {"ranks": "all"}, "*": {"profiler": "off"}}
+    config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "steps": [1], "roles": roles})
+    with capture(1, workers={}, engines=engines, config=config) as cap:
+        os.kill(ray.get(actors[1].pid.remote()), signal.SIGKILL)
+    assert cap.result.path is not None
+    health = step_health(load_step(cap.result.path))
+    assert (health.lost, [row.died for row in health.processes if row.owner]) == (("replica 1",), [False])
 
 
 async def test_an_actor_that_restarts_during_the_capture_is_an_error(actor: Any, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     idle: bool = False
     """True if an engine ran no iteration while it was recorded, so that nothing is missing."""
     died: bool = False
-    """True if the item is missing because its process died."""
+    """True if the item is missing because its process died, or, for the kind `engine`, the engine's actor."""
     notes: tuple[str, ...] = ()
     """Remarks that are not problems, such as fewer engine iterations than requested."""
 
@@ -357,6 +357,11 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     missed: dict[str, str] = {}
     """{`module:name` of a function of a preset that this process does not have: reason}. The owner logs these
     reasons."""
+
+    @property
+    def died(self) -> bool:
+        """True if the process is known to have ended before it had written everything."""
+        return any(item.died and item.kind != "engine" for item in self.expected)
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):

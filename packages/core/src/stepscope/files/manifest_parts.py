@@ -163,7 +163,8 @@ def _lost(item: Expectation) -> Expectation:
         return item
     reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # no longer true: the process has ended
     reason = f"the process is gone: {reason}"
-    return msgspec.structs.replace(item, state="missing", pending=None, reason=reason, died=True)
+    died = item.kind != "engine"  # the process of an engine may be another one
+    return msgspec.structs.replace(item, state="missing", pending=None, reason=reason, died=died)
 
 
 class Taken(Protocol):
@@ -328,7 +329,7 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
 def _lost_peers(parts: Sequence[ProcessPart]) -> Iterator[Absent]:
     """Yield the peers without a part, and those that died before they closed a part that does not say so."""
     left = {(part.process.role, part.process.rank) for part in parts}
-    ended = (part for part in parts if part.closed or any(item.died for item in part.expected))
+    ended = (part for part in parts if part.closed or part.died)
     closed = {(part.process.role, part.process.rank) for part in ended}
     known: dict[str, Peer] = {}
     for peer in (peer for part in parts for peer in part.peers):

@@ -337,18 +337,16 @@ def _is_collective(span: Span) -> bool:
 
 def known_dead(timeline: Timeline) -> dict[str, str]:
     """Return {`ProcessInfo.key`: name} of the processes that died before they closed their capture, as their
-    host, another rank or Ray reported.
+    host, another rank or Ray reported. An engine has its name, such as `replica 0`, as the key.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     absent = (one for part in parts for one in part.absent if one.died)
     dead = {one.process or one.name: one.name for one in absent}
     went_on = timeline.processes[0].info.key if timeline.owner_went_on else None
-    ended = (
-        part.process
-        for part in parts
-        if any(item.died for item in part.expected) and part.process.key != went_on
-    )
-    return {**dead, **{process.key: process.key for process in ended}}
+    ended = (part.process for part in parts if part.died and part.process.key != went_on)
+    items = (item for part in parts for item in part.expected)
+    engines = {item.name: item.name for item in items if item.died and item.kind == "engine"}
+    return {**dead, **engines, **{process.key: process.key for process in ended}}
 
 
 def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:

@@ -234,7 +234,7 @@ def _lacks_a_rank(parts: Sequence[ProcessPart]) -> bool:
     """Return whether a rank of this process' launcher has no part, or died before it closed its part."""
     _, size = identity.place()
     ranks = {part.process.key for part in parts if part.owner}
-    return size > 1 and (len(ranks) < size or any(item.died for part in parts for item in part.expected))
+    return size > 1 and (len(ranks) < size or any(part.died for part in parts))
 
 
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:

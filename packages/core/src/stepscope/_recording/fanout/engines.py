@@ -19,7 +19,7 @@ from stepscope._recording.session import pipeline, selection
 from stepscope._recording.session.session import Session
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
-from stepscope.engines.actor_call import LEFT_BEHIND
+from stepscope.engines.actor_call import LEFT_BEHIND, ActorGoneError
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import close_window, open_window, waited_s
 from stepscope.errors import ours
@@ -206,7 +206,8 @@ class EngineGroup:
         try:
             await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
         except ours() as error:
-            self._manifest_part.fail(label, _why("start", error, deadline_s), kind="engine")
+            why = _why("start", error, deadline_s)
+            self._manifest_part.fail(label, why, kind="engine", died=_is_death(error))
             return
         if profiler not in self._started:  # a stop came before the start had ended: stop again later
             self._started.append(profiler)
@@ -258,7 +259,7 @@ class EngineGroup:
         except (Exception, asyncio.CancelledError) as error:
             reason = _why("stop", error, deadline_s)
             if profiler.ignored.get(LATE) is None:
-                self._manifest_part.fail(label, reason, kind="engine")
+                self._manifest_part.fail(label, reason, kind="engine", died=_is_death(error))
             else:
                 self.outcomes.await_late_files(label, reason)
         else:
@@ -339,6 +340,10 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return f"timeout: {verb} did not return within {deadline_s:g} s"
     return f"{verb}: {describe(error)}"
+
+
+def _is_death(error: BaseException) -> bool:
+    return isinstance(error, ActorGoneError) and error.died
 
 
 def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:

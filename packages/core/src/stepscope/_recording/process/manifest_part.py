@@ -139,13 +139,17 @@ class ManifestPart:
                 old = msgspec.structs.replace(old, state="partial", reason=reason)
             self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
 
-    def fail(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record a failure of an item. The item is `partial` if it has artifacts, else `failed`."""
+    def fail(self, name: str, reason: str, *, kind: Kind, died: bool = False) -> None:
+        """Record a failure of an item. The item is `partial` if it has artifacts, else `failed`.
+
+        Args:
+            died: True if the item failed because the actor of an engine died.
+        """
         with self._lock:
             old = self._items.get(name, Expectation(name=name, kind=kind, state="failed"))
             state: State = "partial" if old.artifacts else "failed"
             pending: Pending | None = "exporting" if self._pending[name] else None
-            self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
+            self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending, died=died))
 
     def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
         """Record that an artifact of the item `name` is being exported."""
