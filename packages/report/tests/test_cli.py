@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -217,6 +218,28 @@ def test_no_number_is_broken_in_a_narrow_terminal(
     shown = command("ls", a_run(tmp_path)).out
     assert shown.count("10.0 ms") == 2
     assert "2025-06-15" in shown
+
+
+@pytest.mark.slow
+def test_a_step_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = a_run(tmp_path)
+    prefix = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if prefix and (shutil.which("setpriv") is None or subprocess.run([*prefix, "true"]).returncode):
+        pytest.skip("root reads every folder here")
+    printed = []
+    (path / "step_000004").chmod(0)
+    try:
+        for verb in ("ls", "report"):
+            words = [*prefix, sys.executable, "-m", "stepscope", verb, str(path), "--json"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 3, done.stderr
+            printed.append(json.loads(done.stdout))
+    finally:
+        (path / "step_000004").chmod(0o700)
+    rows, report = printed
+    assert {row["step"]: bool(row["problems"]) for row in rows} == {2: False, 4: True}
+    assert [step["step"] for step in report["steps"]] == [2]
+    assert list(report["unreadable"]) == ["step_000004"]
 
 
 def test_ls_shows_each_step_with_its_state_and_what_is_missing(tmp_path: Path, command: Command) -> None:

@@ -61,11 +61,17 @@ def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> 
 
 
 def runs_of(step: StepLayout) -> dict[str, int]:
-    """Return {run id: unix ns of its last opening} of the runs that captured the step."""
-    parts, _ = part_files(step, as_written=True)
+    """Return {run id: unix ns of its last opening} of the runs that captured the step. Empty if the folder
+    may not be read.
+    """
+    try:
+        parts, _ = part_files(step, as_written=True)
+        spans = list(step.spans.glob("[!.]*.jsonl"))
+    except OSError:
+        return {}
     opened = [(part.run_id, part.opened.wall_ns) for part in parts.values()]
     named = {path.stem for path in parts}
-    unnamed = (path for path in step.spans.glob("[!.]*.jsonl") if path.stem not in named)
+    unnamed = (path for path in spans if path.stem not in named)
     headers = (read_first(path, Header) for path in unnamed)
     return _last([*opened, *((head.run_id, head.anchor.wall_ns) for head in headers if head is not None)])
 

@@ -125,8 +125,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException as error:
         with suppress(OSError):  # if the folder is gone, raise the first error
             name.unlink()
-        if isinstance(error, OSError):  # the user knows the file by this name
-            error.filename, error.filename2 = os.fspath(path), None
+        if isinstance(error, OSError) and error.errno is not None:  # the user knows the file by this name
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 

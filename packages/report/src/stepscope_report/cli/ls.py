@@ -101,7 +101,7 @@ def rows_of(step: int, layout: StepLayout, near: Neighbours | None = None) -> It
     size_bytes = size_below(layout.root)
     try:
         last = load_step(layout.root, spans=False)
-    except RecordError as error:
+    except (RecordError, OSError) as error:
         yield _empty_row(step, size_bytes, str(error))
         return
     for run_id in last.runs:

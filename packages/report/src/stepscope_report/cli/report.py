@@ -283,7 +283,7 @@ def _read(
     screen.log.debug("reading %s", step.root)
     try:
         timeline = load(step.root)
-    except RecordError as error:
+    except (RecordError, OSError) as error:
         return str(error)
     traces = None if traces_of is None else traces_of(step.root, timeline)
     if traces is not None and on_traces is not None:
@@ -448,6 +448,6 @@ class Pages:
         try:
             write_atomic(path, page.encode())
         except OSError as error:
-            self.failed.append(f"{path} was not written: {error}")
+            self.failed.append(f"{path} was not written: {error.strerror or error}")
         else:
             self.written.append(path)

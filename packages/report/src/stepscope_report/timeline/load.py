@@ -27,7 +27,7 @@ from stepscope.files.spans import BEGIN_ONLY, CONSUME, STEP_TOKENS, Open, only_w
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import uncaptured_near
-from stepscope.files.storage import read_records
+from stepscope.files.storage import read_records, size_below
 from stepscope_report.timeline.clocks import Aligned, Placement, Reference, align, align_owner
 from stepscope_report.timeline.clocks.refine import refine, traces_by_source
 from stepscope_report.timeline.digests import Digests
@@ -160,8 +160,7 @@ def _inside(layout: StepLayout, path: Path) -> str:
 def span_bytes(path: str | os.PathLike[str]) -> int:
     """Return the bytes of files of spans and counters that `load_step` will read."""
     layout = StepLayout(path)
-    files = (file for folder in (layout.spans, layout.counters) for file in folder.glob("[!.]*.jsonl"))
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return size_below(layout.spans) + size_below(layout.counters)
 
 
 def _order(source: Source) -> tuple[bool, bool, str, int, int]:

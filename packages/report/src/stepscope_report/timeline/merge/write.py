@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
@@ -97,16 +97,16 @@ def timeline_file(path: Path, base_ns: int) -> Iterator[TimelineFile]:
     """
     name = temporary(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with full_disk_names(path):
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with full_disk_names(path), os.fdopen(handle, "wb") as sink:
             yield TimelineFile(sink, base_ns, packed=path.suffix != ".json")
         os.replace(name, path)
     except BaseException as error:
-        os.unlink(name)
-        if isinstance(error, OSError):  # the user knows the file by this name
-            error.filename, error.filename2 = os.fspath(path), None
+        with suppress(OSError):
+            os.unlink(name)
+        if isinstance(error, OSError) and error.errno is not None:  # the user knows the file by this name
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 
