@@ -186,3 +186,16 @@ def test_a_source_that_answers_slowly_is_not_asked_out_of_turn_at_the_stop(
     run(sampler, pace)
     assert slow.last == 1
     assert values(sampler, "pace")[-1] == pace.last  # which is asked at the stop as before
+
+
+def test_values_of_earlier_moments_hide_no_sample_of_other_counters() -> None:
+    class Dated(Ticks):
+        def earlier(self) -> list[tuple[int, dict[str, float]]]:
+            now_ns = time.monotonic_ns()
+            return [(now_ns - 2_000_000, {"": 0.0}), (now_ns - 1_000_000, {"": 100.0})]
+
+    sampler = sampled(Dated("dated", enough=6), Ticks("other", enough=6), hz=20)
+    whole = [tick for tick in sampler.between(0, 1 << 62) if tick.whole]
+    around = sampler.around(whole[1].at_ns - 500_000, whole[3].at_ns - 1_500_000)
+    assert (around[0], around[-1]) == (whole[0], whole[3])
+    assert sampler.means(whole[0].at_ns, whole[-1].at_ns)[sampler.series[0]] < 25

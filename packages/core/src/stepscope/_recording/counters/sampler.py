@@ -60,6 +60,8 @@ class Tick(NamedTuple):
     """Time of the tick, CLOCK_MONOTONIC in ns."""
     values: dict[int, float]
     """{index in `Sampler.series`: value}."""
+    whole: bool = True
+    """False if the other counters were sampled later."""
 
 
 _at_ns = attrgetter("at_ns")
@@ -156,7 +158,9 @@ class Sampler:
     def catch_up(self, at_ns: int, timeout_s: float = 0.2) -> None:
         """If the last tick was before `at_ns`, sample now, and wait at most `timeout_s` for the new tick."""
         until = monotonic_ns() + timeout_s * 1e9
-        while self._period_ns and (not self._ticks or self._ticks[-1].at_ns < at_ns):
+        while self._period_ns and not (
+            self._ticks and self._ticks[-1].whole and self._ticks[-1].at_ns >= at_ns
+        ):
             if self.is_over or self._stopping or monotonic_ns() > until:
                 return
             self._is_asked = True
@@ -168,23 +172,28 @@ class Sampler:
         return [tick for tick in tuple(self._ticks) if start_ns < tick.at_ns <= end_ns]
 
     def around(self, start_ns: int, end_ns: int) -> list[Tick]:
-        """Return the kept ticks from the last tick before `start_ns` to the first tick after `end_ns`."""
+        """Return the kept ticks from the last whole tick before `start_ns` to the first whole tick after
+        `end_ns`.
+        """
         ticks = tuple(self._ticks)
-        first = max(0, bisect_right(ticks, start_ns, key=_at_ns) - 1)
-        return list(ticks[first : bisect_left(ticks, end_ns, key=_at_ns) + 1])
+        before, after = bisect_right(ticks, start_ns, key=_at_ns), bisect_left(ticks, end_ns, key=_at_ns)
+        first = next((at for at in range(before - 1, -1, -1) if ticks[at].whole), 0)
+        last = next((at for at in range(after, len(ticks)) if ticks[at].whole), len(ticks))
+        return list(ticks[first : last + 1])
 
     def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
-        """Return {series: mean of its samples between `start_ns` and `end_ns`}. Totals and series without
-        samples are left out.
+        """Return {series: mean of its samples between `start_ns` and `end_ns`}. A sample counts for the time
+        since the one before. Totals and series without samples are left out.
         """
-        values: dict[int, list[float]] = defaultdict(list)
+        sums, until_ns = defaultdict[int, float](float), dict[int, int]()
         for tick in self.between(start_ns, end_ns):
             for number, value in tick.values.items():
-                values[number].append(value)
+                sums[number] += value * (tick.at_ns - until_ns.get(number, start_ns))
+                until_ns[number] = tick.at_ns
         return {
-            series: rounded(sum(own) / len(own))
+            series: rounded(sums[series.series] / (until_ns[series.series] - start_ns))
             for series in self.series
-            if series.how != "total" and (own := values.get(series.series))
+            if series.how != "total" and series.series in until_ns
         }
 
     def forget(self) -> None:
@@ -268,7 +277,7 @@ class Sampler:
         at_ns, values = monotonic_ns(), dict[int, float]()
         for source in tuple(self._sources):
             if (now_ns := monotonic_ns()) - at_ns > _STOOD_NS:  # the next values begin a new tick
-                self._keep(at_ns, values)
+                self._keep(at_ns, values, whole=False)
                 at_ns, values = now_ns, {}
             if self._is_due(source, at_ns):
                 values.update(self._values(source, at_ns))
@@ -276,12 +285,12 @@ class Sampler:
         if self.ticked is not None:
             self.ticked()
 
-    def _keep(self, at_ns: int, values: dict[int, float]) -> None:
+    def _keep(self, at_ns: int, values: dict[int, float], *, whole: bool = True) -> None:
         if not values:
             return
         if len(self._ticks) == self._ticks.maxlen:
             self.since_ns = self._ticks[0].at_ns
-        self._ticks.append(Tick(at_ns, values))
+        self._ticks.append(Tick(at_ns, values, whole))
 
     def _is_due(self, source: CounterSource, at_ns: int) -> bool:
         if not source.interval_s:
@@ -300,7 +309,8 @@ class Sampler:
             sampled = source.sample()
             for past_ns, values in source.earlier():
                 last_ns = self._ticks[-1].at_ns if self._ticks else past_ns
-                self._keep(min(max(past_ns, last_ns), at_ns), self._numbered(source, values))
+                past_ns = min(max(past_ns, last_ns), at_ns)
+                self._keep(past_ns, self._numbered(source, values), whole=False)
             (self._slow.add if monotonic_ns() - began_ns > _SLOW_NS else self._slow.discard)(id(source))
             return self._numbered(source, sampled)
         except ours() as error:
