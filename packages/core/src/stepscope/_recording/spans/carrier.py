@@ -64,7 +64,7 @@ class Carrier(TypedDict, total=False):
 def carrier() -> Carrier | None:
     """Return a carrier: the place of the running code among spans, to send to another process or thread.
 
-    Outside of all spans, the carrier names only the step of the open capture; without a capture, return None.
+    Outside of all spans, the carrier names only the running step. Return None if nothing is recorded.
     In the other process, pass the carrier to `attach`:
 
         reply = await replica.generate.remote(prompt, carried=carrier())  # the caller
@@ -99,12 +99,14 @@ def carrier() -> Carrier | None:
 
 
 def _of_capture() -> Carrier | None:
-    """Return a carrier without a span, for the step of the open capture. None without a capture."""
-    session = slot.session()
-    if session is None or session.step is None:
+    """Return a carrier without a span, for the step of the open capture, or for the step that the flight
+    recorder keeps. None between steps.
+    """
+    active = slot.active
+    if active is None or active.step is None:
         return None
-    log = session.log
-    return Carrier(process=log.process.key, run=log.run_id, captured=session.step, step=session.step)
+    log = active.log
+    return Carrier(process=log.process.key, run=log.run_id, captured=active.step, step=active.step)
 
 
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
