@@ -155,18 +155,22 @@ def test_a_slow_step_is_written_with_the_one_before_it(tmp_path: Path, lengths: 
     assert report.health.complete
 
 
-def test_the_rank_whose_step_was_slow_is_named(tmp_path: Path) -> None:
+def test_the_rank_whose_step_was_slow_is_named(tmp_path: Path, lengths: dict[int, float]) -> None:
     config = config_in(tmp_path, recorder={"then_capture": 0, "last": 1, "slow_factor": 12})
+    lengths[13] = 0.3
     for step in range(14):
         with capture(step, config=config, rank=3, role="actor"):
-            time.sleep(0.3 if step == 13 else 0.005)
+            pass
     recorder = manifest_of(drained(tmp_path).step(13)).recorder
     assert recorder is not None
     assert recorder.reason.startswith("step 13 of actor ")
     assert "rank 3: it took 3" in recorder.reason
 
 
-def test_its_report_and_ls_speak_of_a_recorder_and_not_of_a_capture(tmp_path: Path, command: Command) -> None:
+def test_its_report_and_ls_speak_of_a_recorder_and_not_of_a_capture(
+    tmp_path: Path, command: Command, lengths: dict[int, float]
+) -> None:
+    lengths[15] = 0.3
     steps_of(config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 12}), {15: 0.3}, 20)
     layout = drained(tmp_path)
     timeline = load_step(layout.step(15).root)
@@ -260,11 +264,12 @@ def test_a_trigger_that_is_not_listed_writes_nothing(tmp_path: Path) -> None:
     assert drained(tmp_path).steps() == {}
 
 
-def test_the_step_after_a_slow_one_is_captured_on_request(tmp_path: Path) -> None:
+def test_the_step_after_a_slow_one_is_captured_on_request(tmp_path: Path, lengths: dict[int, float]) -> None:
     config = config_in(tmp_path, recorder={"slow_factor": 12, "then_capture": 1})
+    lengths[15] = 0.5
     for step in range(100):
         with capture(step, config=config):
-            time.sleep(0.5 if step == 15 else 0.01)
+            time.sleep(0.01)
         if step > 15 and len(RunLayout(tmp_path).steps()) > 2:
             break
     layout = drained(tmp_path)
