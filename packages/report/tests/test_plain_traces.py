@@ -272,6 +272,20 @@ def test_a_trace_of_absolute_times_is_aligned_without_a_base(tmp_path: Path, com
     assert report["window_ns"] == pytest.approx(1_810_000, abs=500)  # a double of us since 1970
 
 
+def test_operators_that_touch_in_absolute_times_are_beside_each_other(
+    tmp_path: Path, command: Command
+) -> None:
+    """Kineto before 2024 wrote whole us since 1970."""
+    about = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "dur": 10}
+    events = [about | {"ts": 1_661_938_466_265_032 + 10 * number} for number in range(20)]
+    path = trace(tmp_path / "rank0.json", [], base_ns=None)
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    report = command("report", tmp_path, "--json").json
+    assert report["opened_ns"] == 1_661_938_466_265_032_000
+    (row,) = report["traces"]["traces"]
+    assert row["operators_ns"] == 200_000
+
+
 def test_a_trace_of_absolute_times_is_read_to_the_ns(tmp_path: Path, command: Command) -> None:
     """A float has multiples of 0.25 us of a time since 1970."""
 

@@ -100,8 +100,8 @@ OF_OTHERS = "its events have no category of a profiler that is read here: only `
 OF_NO_TIME = "events of impossible duration"
 _FARTHEST_US = 4e15
 """Largest plausible time or duration: the year 2096, for traces that count from 1970."""
-_ABSOLUTE = re.compile(rb'("ts": ?1)(\d{3})(\d{12})(\.?)')
-"""A time in us since 1970 with its fraction. A float has only multiples of 0.25 us of it."""
+_ABSOLUTE = re.compile(rb'("ts": ?1)(\d{3})(\d{12})(?!\d)')
+"""A time in us since 1970. A float has only multiples of 0.25 us of it, which is more than `BESIDE`."""
 _NEAR_ZERO = range(3_600_000_000, 996_400_000_000)
 """Last 12 digits of an absolute time, in us, if no hour beside has other first digits."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
@@ -349,7 +349,7 @@ class Reading:
         self.times: list[float] = []
         """Times in us of the file's first events, which show the file's clock."""
         self._cut_off: tuple[bytes, bytes] | None = None
-        """(first digits of absolute times in the file, their replacement), to read fractions of us exactly.
+        """(first digits of absolute times in the file, their replacement), to read and compare times exactly.
         None until a time of 16 digits was read."""
         self.since_ns = 0
         """Unix ns that were cut off all times."""
@@ -416,10 +416,10 @@ class Reading:
         return events
 
     def _shortened(self, text: bytes) -> bytes:
-        """Return the text with times since `since_ns`, if the first time has a fraction of us since 1970."""
+        """Return the text with times since `since_ns`, if the first time counts from 1970."""
         if self._cut_off is None and (first := _ABSOLUTE.search(text)) is not None:
             self._cut_off = b"", b""
-            if first[4] and int(first[3]) in _NEAR_ZERO:
+            if int(first[3]) in _NEAR_ZERO:
                 self._cut_off = first[1] + first[2], first[1]
                 self.since_ns = (999 + int(first[2])) * 10**15
         return text.replace(*self._cut_off) if self.since_ns and self._cut_off else text
