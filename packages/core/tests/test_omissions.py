@@ -10,6 +10,7 @@ import pytest
 
 from packages.core.tests.runs import manifest_of, outcomes
 from stepscope import ProfileConfig, capture, flush, prepare, span
+from stepscope._recording.capture.omissions import no_profiler
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import failures, identity
 from stepscope._recording.session import selection, session
@@ -185,6 +186,7 @@ def test_where_no_profiler_is_installed_nothing_is_lost(
     monkeypatch.setitem(selection.LIBRARY, "torch", "a_library_that_is_absent")
     result = captured(config_of(tmp_path), workers={})
     assert manifest_of(result).warnings() == []
+    assert no_profiler(config_of(tmp_path), manifest_of(result).processes) is None  # of a request's answer
     assert "no profiler" not in caplog.text
 
 

@@ -319,8 +319,10 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
     if short:
-        step, why = read_first(reports.steps)
-        of_one = f", or --step {step.step} for the one to read first: {why}" if len(reports.steps) > 1 else ""
+        first, why = read_first(reports.steps)
+        of_one = (
+            f", or --step {first.step} for the one to read first: {why}" if len(reports.steps) > 1 else ""
+        )
         screen.say(f"All tables: --full{of_one}")
 
 

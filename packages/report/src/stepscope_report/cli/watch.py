@@ -73,7 +73,10 @@ def watch(
 def look(layout: RunLayout, every: float) -> Live:
     """Return the present state of the run. Answers of processes are awaited for at most `every` seconds."""
     number, sampled = _last_counters(layout)
-    states = ask(layout, min(1.5, every))
+    try:
+        states = ask(layout, min(1.5, every))
+    except OSError:  # the folder may not be written: what is on disk is shown
+        states = []
     workers = {key: name for state in states for key, name in state.workers.items()}
     ended = {key: workers[key] for key, fate in fates(states).items() if fate.startswith(ENDED)}
     return live(

@@ -26,7 +26,7 @@ _WORK = {
 def render_prediction(prediction: Prediction) -> RenderableType:
     """Return the prediction for a terminal: a sentence, a table of stages, and the model below."""
     columns = ["stage", ">calls", ">measured", ">replayed", ">with the change"]
-    rows = [
+    rows: list[tuple[str, str, int | None, int | None, int]] = [
         (stage.name, str(stage.calls), stage.measured_ns, stage.replayed_ns, stage.predicted_ns)
         for stage in prediction.stages
     ]

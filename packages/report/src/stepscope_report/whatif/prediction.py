@@ -415,12 +415,11 @@ class Predicting:
         trajectories = self._step.rollout.trajectories
         measured = self._outcome(self._unchanged, trajectories, [one.end_ns for one in trajectories])
         rows = zip_longest(measured.stages, unchanged.stages, changed.stages, fillvalue=("", 0.0))
-        return tuple(
-            StageTime(
-                name, *(round(sum(ns for _, ns in column)) for column in zip(*calls, strict=True)), len(calls)
-            )
-            for name, calls in grouped(rows, lambda row: row[-1][0]).items()
-        )
+        stages = []
+        for name, calls in grouped(rows, lambda row: row[-1][0]).items():
+            took, replayed, last = (round(sum(ns for _, ns in column)) for column in zip(*calls, strict=True))
+            stages.append(StageTime(name, took, replayed, last, len(calls)))
+        return tuple(stages)
 
     def _model(self, service: _Service, work: Work) -> Model:
         rollout = self._step.rollout

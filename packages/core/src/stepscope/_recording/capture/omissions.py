@@ -92,8 +92,7 @@ def enter_unmatched(
             manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
     # If `ranks` leaves out a rank, the profiler may run in other ranks, whose parts may not be on this host.
     by_rank = any(_is_left_out(config, part) for part in parts)
-    nothing_lost = config.roles == DEFAULT_ROLES and not is_installed(config.tool)
-    why_none = None if unmatched or by_rank or nothing_lost else no_profiler(config, parts)
+    why_none = None if unmatched or by_rank else no_profiler(config, parts)
     if why_none is not None:
         failures.warn_once(why_none)
         enter = manifest_part.skip if config.roles == DEFAULT_ROLES else manifest_part.lack
@@ -140,11 +139,12 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
 
 def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:
     """If a role should be profiled but no profiler and no engine recorded anything, return the reason; else
-    None.
+    None. The default roles ask for nothing where the profiler's library is not installed.
     """
     items = [item for part in parts for item in part.expected if item.kind in ("trace", "engine")]
     wanted = any(role.profiler for role in config.roles.values())
-    if not wanted or any(item.state != "skipped" for item in items):
+    nothing_lost = config.roles == DEFAULT_ROLES and not is_installed(config.tool)
+    if not wanted or nothing_lost or any(item.state != "skipped" for item in items):
         return None
     reasons = dict.fromkeys(item.reason or item.state for item in items)
     return (
