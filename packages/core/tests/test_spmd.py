@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,10 @@ def test_one_rank_tells_of_a_step_and_it_is_one_that_closed_last(tmp_path: Path)
 LOOP = """
 import os, signal, sys, time
 from pathlib import Path
+import logging
 import stepscope
 from stepscope.files.storage import is_running
+logging.basicConfig(level=logging.INFO)
 
 folder, selected, end, where, dying, others = sys.argv[1:]
 rank, pids = int(os.environ["RANK"]), Path(folder, "pids")
@@ -98,11 +101,12 @@ def health_of(folder: Path, step: int = 3) -> Health:
     return step_health(load_step(RunLayout(folder).step(step).root))
 
 
-def loop(folder: Path, world: int, selected: str, end: str, where: str, dying: str, others: str = "") -> None:
-    """Run the loop in ranks of which some die in or before step 3, after which the others raise."""
+def loop(folder: Path, world: int, selected: str, end: str, where: str, dying: str, others: str = "") -> str:
+    """Run the loop in ranks of which some die in or before step 3, after which the others raise. Return what
+    they log.
+    """
     with ranks(world, LOOP, folder, selected, end, where, dying, others) as programs:
-        for program in programs:
-            program.communicate(timeout=60)
+        return "".join(program.communicate(timeout=60)[1] for program in programs)
 
 
 @pytest.mark.slow
@@ -140,6 +144,14 @@ def test_why_and_watch_name_a_rank_that_died_while_others_wait(tmp_path: Path, c
         assert answer["calls"][answer["culprits"][0]]["process"].startswith("trainer_rank1_")
         until(lambda: list(tmp_path.glob("steps_*.jsonl")))
         assert command("watch", tmp_path, "--json").json["dead"] == ["trainer 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("selected", "told"), [("", "step 3 is on record"), ("3", "step 3 captured")])
+def test_a_resumed_run_tells_of_a_step_again(tmp_path: Path, selected: str, told: str) -> None:
+    for _ in range(2):
+        assert loop(tmp_path, 3, selected, "kill", "in", "1").count(told) == 1
+        shutil.rmtree(tmp_path / "pids")
 
 
 @pytest.mark.slow

@@ -92,6 +92,8 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) 
     ended = Listening(host="a", pid=1, role="trainer", rank=None, since_ns=1, step=2, ended_ns=2)
     write_listening(RunLayout(tmp_path), ended)
     assert "No process answers" not in command("watch", tmp_path, "--once").out
+    write_listening(RunLayout(tmp_path), msgspec.structs.replace(ended, role="actor", failed=True))
+    assert "actor_a_pid1 " in command("watch", tmp_path, "--once").out
 
 
 def test_a_run_without_lines_is_an_error(tmp_path: Path, command: Command) -> None:

@@ -178,13 +178,19 @@ def append_lines(path: Path, records: Iterable[object]) -> int:
         os.close(handle)
 
 
-def create_once(path: Path) -> bool:
+def create_once(path: Path, since_ns: int) -> bool:
     """Create an empty file. Return False if the file already exists, so that only one of several processes
     gets True.
 
     Return True also if the file cannot be created.
+
+    Args:
+        since_ns: Wall time in ns. An older file, as of the run before a resume, is replaced.
     """
     try:
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime_ns < since_ns:
+                path.unlink()
         with open(path, "xb", opener=private):
             return True
     except FileExistsError:

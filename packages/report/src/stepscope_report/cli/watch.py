@@ -22,7 +22,7 @@ from stepscope.files.storage import write_atomic
 from stepscope_report.cli import screen
 from stepscope_report.cli.asking import dead_owners, fates
 from stepscope_report.cli.command import CommandError, Exit
-from stepscope_report.cli.find import no_run
+from stepscope_report.cli.find import deaths, no_run
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.cli.why import ask, say_median, step_lines
 from stepscope_report.formatting import count, duration, few, turn
@@ -214,7 +214,7 @@ def _head(view: Live, layout: RunLayout) -> str:
         listening = read_listening(layout)
         over = bool(listening) and all(map(has_ended, listening))
         gone = "The run has ended" if over else "No process answers: the run has ended, or hangs in C"
-        return f"{gone}. {ended}{median}"
+        return f"{gone}. {deaths(layout)}{ended}{median}"
     ratio = "" if not view.median_ns else f", {view.running_ns / view.median_ns:.1f} times the median"
     return f"Step {view.running} runs for {duration(view.running_ns)}{ratio}. {ended}{median}"
 

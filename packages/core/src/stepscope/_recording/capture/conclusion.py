@@ -209,7 +209,8 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
     if result.is_open_elsewhere(manifest.processes, session.process):
         return
     has_peers = any(result.is_peer(part, session.process) for part in manifest.processes)
-    if has_peers and not create_once(session.layout.logged(session.run_id, session.number)):
+    logged = session.layout.logged(session.run_id, session.number)
+    if has_peers and not create_once(logged, identity.IMPORTED_NS):
         return  # of two ranks that close at the same time, only one logs the line
     line = result.summary(manifest, session.layout.root, session.config.save_path, files.apart)
     failures.tell("stepscope: %s%s", line, _about_torch())

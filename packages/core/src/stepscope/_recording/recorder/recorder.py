@@ -441,7 +441,8 @@ class Recorder:
         # Each rank that runs the training loop writes its part. Only the first rank logs the step, and looks
         # for ranks of other hosts.
         alone = self.process.rank is None
-        first = [step for step in written if alone or create_once(step.layout.logged(self.run_id))]
+        since_ns = identity.IMPORTED_NS
+        first = [step for step in written if alone or create_once(step.layout.logged(self.run_id), since_ns)]
         self._add_peers(written, order, first)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in first:
