@@ -8,13 +8,11 @@ import random
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from packages.report.tests.commands import Command
 from stepscope_report.cli import run
-from stepscope_report.timeline.activity.content_reader import OF_OTHERS
 from stepscope_report.timeline.plain import read_plain
 from stepscope_report.timeline.trace_files import named
 
@@ -245,17 +243,6 @@ def test_what_is_no_trace_is_named(tmp_path: Path, command: Command) -> None:
     assert "no trace" in command("report", path, code=2).err
 
 
-def test_events_of_another_profiler_are_merged_and_not_reported(tmp_path: Path, command: Command) -> None:
-    """JAX writes slices without a category, and an empty event at the end."""
-    path, timeline = tmp_path / "vm.trace.json", tmp_path / "timeline.json"
-    dot = {"ph": "X", "name": "dot.3", "pid": 7, "tid": 8, "ts": 1.5, "dur": 2.5}
-    path.write_text(json.dumps({"displayTimeUnit": "ns", "traceEvents": [dot, {}]}))
-    traces = command("report", path, "--json", code=3).json["traces"]
-    assert [problem["what"] for problem in traces["problems"]] == [OF_OTHERS]
-    command("merge", path, "-o", timeline, code=3)
-    assert "dot.3" in timeline.read_text()
-
-
 def test_no_html_asks_for_what_is_so(tmp_path: Path, command: Command) -> None:
     command("report", trace(tmp_path / "rank0.json", []), "--no-html")
     assert "--html" in command("report", tmp_path, "--html", code=2).err
@@ -270,40 +257,6 @@ def test_a_trace_of_absolute_times_is_aligned_without_a_base(tmp_path: Path, com
     report = command("report", tmp_path, "--json").json
     assert [process["name"] for process in report["processes"]] == ["rank 0", "rank 1"]
     assert report["window_ns"] == pytest.approx(1_810_000, abs=500)  # a double of us since 1970
-
-
-def test_operators_that_touch_in_absolute_times_are_beside_each_other(
-    tmp_path: Path, command: Command
-) -> None:
-    """Kineto before 2024 wrote whole us since 1970."""
-    about = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "dur": 10}
-    events = [about | {"ts": 1_661_938_466_265_032 + 10 * number} for number in range(20)]
-    path = trace(tmp_path / "rank0.json", [], base_ns=None)
-    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
-    report = command("report", tmp_path, "--json").json
-    assert report["opened_ns"] == 1_661_938_466_265_032_000
-    (row,) = report["traces"]["traces"]
-    assert row["operators_ns"] == 200_000
-
-
-def test_a_trace_of_absolute_times_is_read_to_the_ns(tmp_path: Path, command: Command) -> None:
-    """A float has multiples of 0.25 us of a time since 1970."""
-
-    def reported(since_us: int) -> Any:
-        events = ",".join(
-            json.dumps(kernel("gemm", 0, 10.011)).replace('"ts": 0', f'"ts": {since_us + 11 * n}.{n:03}')
-            for n in range(1000)
-        )
-        path = trace(tmp_path / "rank0.json", [], base_ns=None)
-        path.write_text(f'{{"schemaVersion": 1, "traceEvents": [{events}]}}')
-        return command("report", tmp_path, "--json").json
-
-    exact, near_zero = reported(1_712_195_495_505_582), reported(1_712_000_000_000_001)
-    (device,) = exact["traces"]["devices"]
-    assert device["busy_ns"] == pytest.approx(10_011_000, abs=100)
-    assert device["span_ns"] == pytest.approx(999 * 11_001 + 10_011, abs=1)
-    assert exact["opened_ns"] == 1_712_195_495_505_582_000
-    assert abs(near_zero["opened_ns"] - 1_712_000_000_000_001_000) < 300
 
 
 @pytest.mark.parametrize("base_ns", [None, 0, 7_000_000_000])
