@@ -890,6 +890,20 @@ def test_a_block_begins_where_the_last_span_shows_that_its_loop_ran(tmp_path: Pa
     assert (loop.blocker, loop.late_ns) == (("reward", "judge"), 310 * MS)
 
 
+@pytest.mark.parametrize(("since_ms", "blocker"), [(290, "judge"), (230, None)])
+def test_a_call_whose_timer_ran_out_during_a_block_is_not_accused(
+    tmp_path: Path, since_ms: int, blocker: str | None
+) -> None:
+    """No sample shows what runs. `judge` goes on for 20 ms after it has blocked the loop."""
+    rows: list[Row] = [("trainer/rollout generate", 250, 810), ("trainer/reward judge", since_ms, 820)]
+    rows += [("trainer/env other", 260, 900)] if blocker is None else []
+    folder = a_step(tmp_path, 1000, rows)
+    late = {0: 0.0, 300 * MS: 0.0, 900 * MS: 500.0}
+    folder.processes[0].counter("event loop late", late, of="MainThread", unit="ms", kind="interval")
+    (loop,) = some(reported(folder).counters).late_loops
+    assert (loop.blocker and loop.blocker[1]) == blocker
+
+
 def test_blocks_of_one_place_are_added_up_and_other_places_follow(tmp_path: Path) -> None:
     blocks = {
         (100, 500): "env tool, a.py:3",

@@ -34,7 +34,7 @@ from stepscope_report.charts import pick_of_each
 from stepscope_report.formatting import LISTED, count, duration, size
 from stepscope_report.html import Html, illustrated, percent, section, tag, text
 from stepscope_report.sections import DEVICES, Section
-from stepscope_report.spans import ToolNames, is_tool, placed
+from stepscope_report.spans import ToolNames, is_tool, label_of, placed
 from stepscope_report.table import Block, Table, TextTable, grouped
 from stepscope_report.timeline import Counter, Span, Timeline
 
@@ -452,9 +452,10 @@ def _seen(
 def _blocker(
     calls: Sequence[int], start_ns: int, end_ns: int, last_ns: int, timeline: Timeline
 ) -> int | None:
-    """Return the index of the innermost span in `calls` that ended when the loop ran again.
+    """Return the index of the innermost span in `calls` that ended when the loop ran again. If calls of
+    several stages ended then, return the last call that began before the block.
 
-    Return None if no call ended then, or if the calls fill less than nine tenths of the block.
+    Return None if no such call ended then, or if the calls fill less than nine tenths of the block.
 
     Args:
         last_ns: Time of the loop's last sample. If the block lasts until about then, a call that ended later
@@ -473,7 +474,12 @@ def _blocker(
         and until_ns >= end_ns - near_ns
         and (latest_ns is None or until_ns <= latest_ns)
     ]
-    return min(ended)[2] if ended else None
+    if len({label_of(timeline.spans[index]) for *_, index in ended}) <= 1:
+        return min(ended)[2] if ended else None
+    # Calls whose timers ran out during the block end with it too.
+    begun = (index for index in calls if timeline.spans[index].start_ns <= start_ns)
+    latest = max(begun, key=lambda index: timeline.spans[index].start_ns, default=None)
+    return latest if any(index == latest for *_, index in ended) else None
 
 
 def _is_beside_others(block: _Block, calls: Sequence[int], timeline: Timeline) -> bool:
