@@ -85,6 +85,11 @@ def test_steps_are_spelled_as_in_the_configuration(
         (["trigger", "{}", "--wait", "nan"], "'nan'; allowed:"),
         (["trigger", "{}", "--next-run", "--wait", "0", "--expires", "1e300"], "expires_s is"),
         (["watch", "{}", "--every", "0", "--once"], "from 0.2"),
+        pytest.param(
+            ["demo", "{}/demo", "--engine", "nope"],
+            "--engine is 'nope'",
+            marks=pytest.mark.needs("torch", "ray"),
+        ),
         (["trigger", "lst", "{}"], "there is no `stepscope trigger lst`: did you mean 'list'?"),
     ],
 )

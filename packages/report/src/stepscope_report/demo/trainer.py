@@ -26,7 +26,7 @@ from torch import Tensor
 from stepscope import Capture, ProfileConfig, aprepare, capture, span
 from stepscope.config import check_save_path
 from stepscope.engines.ray import RayRollout
-from stepscope.errors import StepscopeError
+from stepscope.errors import ConfigError
 from stepscope_report.demo import task
 from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.rollout import RolloutReplica, play
@@ -195,16 +195,15 @@ def replica_class(engine: str) -> type:
     """Return the class of the replicas for `engine`: `RolloutReplica`, or the class in the engine's adapter.
 
     Raises:
-        StepscopeError: no installed package has such a class.
+        ConfigError: no installed package has such a class.
     """
     if engine == "torch":
         return RolloutReplica
     module, _, name = _REPLICAS.get(engine, "").partition(":")
     if not module or find_spec(module.partition(".")[0]) is None:
-        raise StepscopeError(
-            f"the demo cannot use the engine {engine!r}; it has: {', '.join(['torch', *_REPLICAS])}. "
-            f"Fix: pip install 'stepscope[{engine if module else next(iter(_REPLICAS))}]'"
-        )
+        fix = f"pip install 'stepscope[{engine}]'" if module else "name one of these"
+        allowed = f"torch, and where they are installed, {', '.join(_REPLICAS)}"
+        raise ConfigError("--engine", engine, allowed, fix)
     return cast(type, getattr(import_module(module), name))
 
 
@@ -249,11 +248,13 @@ def run_demo(
         iterations: Forward passes that the profiler of each replica records.
 
     Raises:
-        ConfigError: `save_path` cannot be written.
+        ConfigError: `save_path` cannot be written, or the demo has no such engine.
     """
     began = time.perf_counter()
     config = _profile(save_path.resolve(), [step for step in captured if step < steps], iterations)
     check_save_path(config, on_ray=True)  # before anything starts
+    for choice in choices(engine):
+        replica_class(choice.engine)
     ours = not ray.is_initialized()
     try:
         if ours:
