@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 ROUNDS = 1_000
-ATTEMPTS = 8
+ATTEMPTS = 24
 
 
 class Replica:
