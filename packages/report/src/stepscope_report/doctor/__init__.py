@@ -22,6 +22,7 @@ import stepscope
 from stepscope.config import ProfileConfig, check_save_path
 from stepscope.errors import ConfigError
 from stepscope.files import switch
+from stepscope_report.formatting import size
 
 State: TypeAlias = Literal["green", "amber", "red", "absent"]
 """`green`: works. `amber`: works, with a remark. `red`: will not work. `absent`: not installed and not needed
@@ -80,7 +81,8 @@ OURS = (
     "stepscope-rollout-sglang",
     "stepscope-npu",
 )
-GIB = 1 << 30
+LEAST = 10**9
+"""Number of free bytes below which a disk is nearly full."""
 SHARED_MEMORY = "/dev/shm"
 DAMAGED = "damaged"
 
@@ -207,12 +209,12 @@ def save_path(config: ProfileConfig | None) -> Row:
     folder = Path(config.save_path).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    finding = f"{config.save_path} is writable, {free / GIB:.1f} GiB free"
+    finding = f"{config.save_path} is writable, {size(free)} free"
     allowed = config.budget.trace_mb << 20
     if free < allowed:
         fix = "free some, choose another save_path, or set a smaller budget.trace_mb"
-        finding += f"; one process may write {allowed / GIB:.1f} GiB per capture (budget.trace_mb)"
-        return (red if free < GIB else amber)("save_path", finding, fix)
+        finding += f"; one process may write {size(allowed)} per capture (budget.trace_mb)"
+        return (red if free < LEAST else amber)("save_path", finding, fix)
     return green("save_path", finding)
 
 
@@ -234,8 +236,8 @@ def shared_memory() -> Row:
     if not writable:
         fix = "make it writable for all users: chmod 1777 /dev/shm"
         return red(where, "this user cannot write there", fix)
-    finding = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-    if usage.free < GIB:
+    finding = f"{size(usage.free)} of {size(usage.total)} free"
+    if usage.free < LEAST:
         fix = (
             "docker run --shm-size=16g (or --ipc=host); Ray falls back to the disk, and engines fail to start"
         )

@@ -59,7 +59,11 @@ class Declared:
             attrs = compute(*args, **kwargs)
             return None if attrs is None else attr_values(attrs)
         except ours() as failure:
-            failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
+            where = f"the attrs function of {self.role or 'any role'}/{self.stage}"
+            reason = (
+                f"{where} raised {failures.describe(failure)}: such calls are recorded without attributes"
+            )
+            failures.warn_once(reason, about=where)
             return None
 
     @uncompiled
