@@ -110,9 +110,10 @@ def _runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int
 
 
 def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
-    """Unite neighbouring marks shorter than `shortest_ns` into one, of the stage with most of their time.
+    """Unite neighbouring marks that are shorter than `shortest_ns`.
 
-    At most two marks remain in any stretch of `shortest_ns`.
+    A united mark has the stage with most of its time. At most two marks begin in any stretch of
+    `shortest_ns`.
     """
     blended: list[Mark] = []
     short: list[Mark] = []

@@ -178,10 +178,13 @@ class Holds:
         return self._timeline.processes[process].info.pid
 
     def unless_held(self, suspect: Suspect) -> Suspect | None:
-        """Return the suspect, or None to drop it because its calls may have lacked a core for half of its
-        excess. If counters explain half of the excess, the returned suspect names what held up its process
-        for longest. If engines preempted unusually many requests, a suspect that generates becomes a
-        preemption.
+        """Return the suspect, with the reason for its excess if counters show one.
+
+        If engines preempted unusually many requests, a suspect that generates becomes one of the kind
+        `preemption`. If counters explain half of the excess, the suspect names what held up its process for
+        longest.
+
+        Return None to drop the suspect if its calls may have lacked a core for half of its excess.
         """
         if self._preempted and suspect.label is not None and suspect.label[0] in GENERATES:
             ((engine, number),) = self._preempted.most_common(1)

@@ -219,8 +219,9 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always writes
     steps."""
     slow_factor: Annotated[float, msgspec.Meta(gt=1)] = 1.5
-    """A step is slow if it takes this many times the median of the steps of its kind among the last 50. The
-    first 10 steps are never slow, nor is a step that takes as long as an earlier long step of its kind."""
+    """A step is slow if it takes this many times the median of the steps of its kind among the last 50, or of
+    all 50 if fewer than 3 are of its kind. The first 10 steps are never slow. A step that takes as long as an
+    earlier long step of its kind is not slow either."""
     hang_seconds: Seconds = 600
     """A step hangs if no span begins for this long in the process that begins and ends steps."""
     last: AtLeastOne = 2

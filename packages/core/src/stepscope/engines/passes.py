@@ -37,7 +37,7 @@ from stepscope.files.storage import write_atomic
 
 T = TypeVar("T")
 TOOL = "stepscope"
-"""`Artifact.tool` of a file of passes, which stepscope writes and not the engine's profiler."""
+"""`Artifact.tool` of a file of passes: stepscope writes it, the engine's profiler does not."""
 log = logging.getLogger("stepscope")
 _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}

@@ -102,7 +102,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time at which the process had imported stepscope."""
     world_size: Int | None = None
     selects: str = ""
-    """The steps that the process' configuration captures, and its `record`."""
+    """The settings `steps` and `record` of the process' configuration, as one text."""
 
     @property
     def process(self) -> ProcessInfo:

@@ -11,7 +11,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 
 RECENT_NS = 10_000_000_000
-"""Counters in a state are averages over the last 10 s. In ns."""
+"""Time in ns before a state over which its counters are averaged: 10 s."""
 
 
 class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -295,8 +295,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     causes: Sequence[OtherCause] = ()
     """Causes within the step, the largest saving first."""
     beside_ns: int | None = None
-    """Part of the step's excess that captured steps explain which profilers slowed as well, in ns. None if
-    there are no such steps that took less."""
+    """Part of the step's excess, in ns, that a comparison with profiled steps explains, so that the profiler
+    is not its cause. None if no captured step near this one took less, or if one of those was not
+    profiled."""
     is_explained: bool = False
     """True if all causes together, also those by other steps, explain half of the time by which the step was
     longer than usual."""

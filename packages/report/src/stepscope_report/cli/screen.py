@@ -30,8 +30,8 @@ _EXACT = (1 << 53) - 1
 """Largest whole number that JavaScript reads exactly, because its numbers are floats."""
 log = logging.getLogger("stepscope")
 _quiet = False
-"""True if the current command prints only its answer, errors, and missing things. Written by `be_quiet`,
-`be_verbose` and `one_command` only."""
+"""True if the current command prints only its answer, errors, and lines on what is missing. Writers:
+`be_quiet`, `be_verbose` and `one_command`."""
 
 
 _ASCII = {"→": "->", "±": "+-", "·": ".", **dict.fromkeys("▁▂▃▄", "-"), **dict.fromkeys("▅▆▇█", "#")}
@@ -59,7 +59,7 @@ _HANDLER = _Handler()
 
 
 def be_quiet() -> None:
-    """Print only the answer, errors, and missing things until the end of `one_command`."""
+    """Print only the answer, errors, and lines on what is missing, until the end of `one_command`."""
     global _quiet
     _quiet = True
     log.setLevel(logging.WARNING)
@@ -141,7 +141,7 @@ def say(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Print an error or a line on missing things on stderr."""
+    """Print an error, or a line on what is missing, on stderr."""
     _console(stderr=True).print(message, soft_wrap=True)
 
 

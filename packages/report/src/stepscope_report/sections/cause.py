@@ -535,9 +535,10 @@ def _top_extents(timeline: Timeline) -> Mapping[str, list[Pair]]:
 
 
 def _top_on_path(path: StepPath) -> Counter[str]:
-    """Return the ns of the critical path by top span of the owner (`role/stage`), including work below that
-    span. Work of other processes without a parent span of the owner counts for the top spans that ran at the
-    time.
+    """Return {`role/stage` of the owner's top spans: ns on the critical path}.
+
+    The time of a top span includes the spans below it. Time of another process that is not below a span of
+    the owner counts for the top spans that ran meanwhile.
     """
     spans, on_path, elsewhere = path.graph.timeline.spans, Counter[str](), list[Pair]()
     for piece in path.pieces:
@@ -816,8 +817,8 @@ CAUSE: Section[Cause | None] = Section(
 
 
 def beside_profiled(sources: Sources) -> int | None:
-    """Return the ns of the step's excess that a comparison with captured steps explains, which profilers
-    slowed as well. None if there are no such steps.
+    """Return the ns of the step's excess that a comparison with profiled steps explains. None if no captured
+    step near this one took less, or if one of those was not profiled.
     """
     explained = sources.value_of(_EXPLAINED)
     known = bool(sources.near) and all(step.profiled for step in sources.near)

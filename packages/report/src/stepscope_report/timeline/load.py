@@ -57,8 +57,10 @@ def load_step(
         run_id: The run to load, if several wrote into the folder, or None for the one that opened it last. If
             a process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
-        digests: The same as in `load_traces`, for traces of several hosts, whose collectives align clocks.
-        executor: Its workers read the traces that only the workers have.
+        digests: The same as in `load_traces`, for the traces that are searched for collectives, to align the
+            clocks of several hosts.
+        executor: An executor whose workers read the traces that this machine lacks. Other traces are read in
+            this process.
         spans: False to read only the header and the end of complete span files, which is enough to decide
             whether the step is complete. Measured clocks are then not improved by traces.
 

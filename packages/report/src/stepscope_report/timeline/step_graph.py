@@ -196,7 +196,9 @@ class _Builder:
         return self._counts(node)
 
     def _inferred(self, tops: Sequence[int]) -> None:
-        """Give spans without a recorded caller to a call of the owner, or to their own process' root."""
+        """Give each span without a recorded caller an inferred one: a call of the owner, the owner's root, or
+        the root of the span's own process.
+        """
         timeline = self._timeline
         own: dict[int, list[int]] = defaultdict(list)
         workers = []

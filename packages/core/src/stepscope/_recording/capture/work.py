@@ -71,7 +71,7 @@ class CaptureWork:
         return session
 
     async def open(self, session: Session) -> None:
-        """Start the workers and engines."""
+        """Start the workers and engines, then create the span file and the counter file."""
         if self.state != "opening":
             return  # the capture was closed meanwhile
         self._opening = asyncio.current_task()

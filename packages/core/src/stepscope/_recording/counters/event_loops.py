@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stepscope.files.values import AttrValue
 
 LOOKS = 8
-"""Number of spans after each tick whose event loop is looked up. Other spans have no extra cost."""
+"""Number of spans after each sample whose event loops are looked up. Later spans have no extra cost."""
 MOST_LOOPS = 16
 _MOST_PLACES = 32
 """Largest number of places in the code at which blocks of one loop have their own series."""

@@ -313,8 +313,8 @@ def _capture_of(
 
 
 async def _give_up_late_stops() -> None:
-    """Cancel late stops before a capture starts its engines. Adapters still write the files, and readers find
-    the files.
+    """Cancel the stops of earlier captures that still run, before a new capture starts its engines. The
+    adapters still write the traces of the earlier captures, and readers find these traces.
     """
     stops = tuple(_late_stops)
     for stop in stops:

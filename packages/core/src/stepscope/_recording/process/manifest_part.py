@@ -74,14 +74,15 @@ class ManifestPart:
             self.update(clocks=self._part.clocks + clocks)
 
     def add_peers(self, layout: RunLayout, *, in_step: bool, all_hosts: bool) -> None:
-        """Add the ranks of this job that have died, and ranks that should leave a part of the step.
+        """Add the ranks of this job that have died, and the ranks that should leave a part of the step.
 
-        Ranks are known by the files of processes that open captures. A rank whose configuration selects other
-        steps need not leave a part.
+        The ranks are found by their files in `control/`. A rank whose configuration selects other steps need
+        not leave a part.
 
         Args:
             in_step: False if the ranks may have died in a later step.
-            all_hosts: False to look for dead ranks of this host alone, which reads few files.
+            all_hosts: False to add nothing unless a rank of this host has died, and then only dead ranks.
+                This reads few files if no rank has died.
         """
         process, run_id = self._part.process, self._part.run_id
         own = next(iter(read_records([layout.listener(process.host, process.pid)], Listening)), None)

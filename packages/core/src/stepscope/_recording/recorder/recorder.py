@@ -481,7 +481,7 @@ class Recorder:
         return StepWriter(self.log, self.sampler, self.config, run_id, order, self.state, self.engines)
 
     def _fold(self, written: Sequence[Written], hurried_s: float) -> None:
-        """Write the manifests, and write them again when the workers' parts have arrived.
+        """Wait for the workers' parts, then write the manifests.
 
         Args:
             hurried_s: Longest wait if this process is ending.

@@ -151,7 +151,7 @@ def _span_of(scope: Scope | None) -> Span | None:
 
 
 def _earlier(anchor: ClockAnchor, mono_ns: int) -> ClockAnchor:
-    """Return the reading that `anchor` would have been at `mono_ns`, an earlier time."""
+    """Return the clock reading at the earlier time `mono_ns`, computed from `anchor`."""
     wall_ns = anchor.wall_ns - anchor.mono_ns + mono_ns
     return msgspec.structs.replace(anchor, wall_ns=wall_ns, mono_ns=mono_ns, raw_ns=None)
 

@@ -269,8 +269,8 @@ def begin_issued() -> None:
 
 
 def record_issued(log: SpanMaker, since_ns: int) -> None:
-    """Add the calls that C++ issued after `since_ns` (monotonic) to a log, if there are any since
-    `begin_issued`.
+    """Add to a log the calls that C++ issued after `since_ns` (monotonic). Torch's recorder is read only if
+    C++ seems to have issued calls.
     """
     try:
         if _has_unseen(since_ns):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SpanFactory(Protocol):
-    """A span log, with the methods that code which opens spans needs. Wrappers also call its `begin`."""
+    """The part of a span log that is used to open spans. Wrappers also call the log's `begin`."""
 
     process: ProcessInfo
     run_id: str

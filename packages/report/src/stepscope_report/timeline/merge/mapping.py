@@ -31,7 +31,8 @@ _DIGITS = 15
 _OWN = "\0stepscope"
 """The key of stepscope's own tracks, in the place of a file's pid; no file has such a pid."""
 _BESIDE = "\0beside"
-"""The key of further lines of threads; no file has such a pid either."""
+"""The key of the additional lines of a track, for slices that cross others. It stands in the place of a
+file's pid, as `_OWN` does; no file has such a pid."""
 _FURTHER = 1 << 30
 """Number of additional pids, which all rows share equally. They lie above all pids of Linux and below 2^31,
 as Perfetto's own format requires."""
