@@ -7,7 +7,7 @@ because all parts read the same samples.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -307,16 +307,26 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
     Otherwise no recorded call waited for the loop.
     """
     names = ToolNames(timeline)
+    counters = grouped(timeline.counters, lambda counter: counter.process)
+    calls_of = grouped(range(len(timeline.spans)), lambda index: timeline.spans[index].process)
     for counter in timeline.counters:
         if counter.name != EVENT_LOOP or IN in counter.of:
             continue
-        process = timeline.processes[counter.process]
-        calls = [index for index, span in enumerate(timeline.spans) if span.process == counter.process]
+        process, beside = timeline.processes[counter.process], counters[counter.process]
+        places = [
+            other for other in beside if other.name == EVENT_LOOP and other.of.startswith(counter.of + IN)
+        ]
+        waits = [
+            piece
+            for other in beside
+            if other.name == CORE_WAIT and counter.of == "MainThread"
+            for piece in pieces_of(other, timeline)
+        ]
         found = defaultdict[tuple[Label | None, str], list[Pair]](list)
-        for start_ns, end_ns in _blocks(counter, timeline):
-            for part in _parts(counter, calls, start_ns, end_ns, timeline):
+        for start_ns, end_ns, calls in _with_calls(counter, calls_of.get(counter.process, ()), timeline):
+            for part in _parts(counter, places, calls, start_ns, end_ns, timeline):
                 label = None if part.call is None else names.label_of(timeline.spans[part.call])
-                if 2 * _without_core_ns(counter, part, timeline) >= part.end_ns - part.start_ns:
+                if 2 * _without_core_ns(part, waits) >= part.end_ns - part.start_ns:
                     continue
                 if _is_beside_others(part, calls, timeline):
                     found[label, part.line].append((part.start_ns, part.end_ns))
@@ -336,14 +346,39 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
             )
 
 
-def _without_core_ns(loop: Counter, block: _Block, timeline: Timeline) -> int:
-    """Return for how many ns of a block the loop's thread had work and no free core; 0 if this is unknown."""
-    waits = (
-        piece
-        for counter in timeline.counters
-        if (counter.name, counter.process) == (CORE_WAIT, loop.process) and loop.of == "MainThread"
-        for piece in pieces_of(counter, timeline)
-    )
+def _with_calls(
+    loop: Counter, calls: Sequence[int], timeline: Timeline
+) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """Yield (start, end, calls) of each block of a loop. The calls are those that were open after the loop's
+    last sample before the block, and the last call that began before the block.
+
+    A step may have 100,000 calls and 1,000 blocks, so the calls of each block are found in one pass.
+    """
+    spans = timeline.spans
+    coming = deque(sorted(calls, key=lambda index: spans[index].start_ns))
+    near = list[int]()
+    for start_ns, end_ns in sorted(_blocks(loop, timeline)):
+        while coming and spans[coming[0]].start_ns <= end_ns:
+            near.append(coming.popleft())
+        near.sort()
+        ran_ns = _ran_ns(loop, start_ns)
+        begun = (index for index in near if spans[index].start_ns <= start_ns)
+        last = max(begun, key=lambda index: spans[index].start_ns, default=None)
+        near = [index for index in near if index == last or timeline.until_ns(spans[index]) > ran_ns]
+        yield start_ns, end_ns, near
+
+
+def _ran_ns(loop: Counter, start_ns: int) -> int:
+    """Return the time of the last sample before a block, at which the loop ran."""
+    return max((time for time in loop.times_ns if time < start_ns), default=start_ns)
+
+
+def _without_core_ns(block: _Block, waits: Sequence[Piece]) -> int:
+    """Return for how many ns of a block the loop's thread had work and no free core.
+
+    Args:
+        waits: The thread's waits for a core, in percent. Empty if they are unknown.
+    """
     return round(
         sum(
             piece.value / 100 * max(0, min(block.end_ns, piece.end_ns) - max(block.start_ns, piece.start_ns))
@@ -353,10 +388,19 @@ def _without_core_ns(loop: Counter, block: _Block, timeline: Timeline) -> int:
 
 
 def _parts(
-    loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
+    loop: Counter,
+    places: Sequence[Counter],
+    calls: Sequence[int],
+    start_ns: int,
+    end_ns: int,
+    timeline: Timeline,
 ) -> Iterator[_Block]:
-    """Yield the block of a loop, divided where the sampler found another call or line running."""
-    seen = sorted(_seen(loop, calls, start_ns, end_ns, timeline))
+    """Yield the block of a loop, divided where the sampler found another call or line running.
+
+    Args:
+        places: The loop's counters of the places in which it was blocked.
+    """
+    seen = sorted(_seen(loop, places, calls, start_ns, end_ns, timeline))
     if not seen:
         call = _blocker(calls, start_ns, end_ns, loop.times_ns[-1], timeline)
         yield _Block(_begin_ns(loop, call, calls, start_ns, timeline), end_ns, call, "")
@@ -382,8 +426,8 @@ def _begin_ns(
     """
     if call is None:
         return start_ns
-    ran_ns = max((time for time in loop.times_ns if time < start_ns), default=start_ns)
-    return max(_edges_ns(call, calls, ran_ns, start_ns, timeline), default=start_ns)
+    edges = _edges_ns(call, calls, _ran_ns(loop, start_ns), start_ns, timeline)
+    return max(edges, default=start_ns)
 
 
 def _edges_ns(
@@ -426,7 +470,12 @@ def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
 
 
 def _seen(
-    loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
+    loop: Counter,
+    places: Sequence[Counter],
+    calls: Sequence[int],
+    start_ns: int,
+    end_ns: int,
+    timeline: Timeline,
 ) -> Iterator[_Seen]:
     """Yield each sample that found a call of `calls` running during the block. Of several calls with the
     sampled name, the longest in the block counts.
@@ -439,12 +488,10 @@ def _seen(
         for name in (label, f"{label} {(span.attrs or {}).get('name')}"):
             if ns > longest.get(name, (0, 0))[0]:
                 longest[name] = ns, index
-    for counter in timeline.counters:
-        of = counter.of.removeprefix(loop.of + IN)
-        name, _, line = of.rpartition(", ")
-        is_own = (counter.name, counter.process) == (EVENT_LOOP, loop.process) and of != counter.of
-        if is_own and name in longest:
-            for at_ns in counter.times_ns:
+    for place in places:
+        name, _, line = place.of.removeprefix(loop.of + IN).rpartition(", ")
+        if name in longest:
+            for at_ns in place.times_ns:
                 if start_ns <= at_ns <= end_ns + _CLOSE_NS:
                     yield _Seen(at_ns, longest[name][1], line)
 
