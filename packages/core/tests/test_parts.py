@@ -63,6 +63,18 @@ def test_the_owner_comes_first_then_roles_and_ranks_in_order() -> None:
     ]
 
 
+def test_the_part_of_a_resumed_run_counts_even_if_its_clock_was_set_back() -> None:
+    first, again = part("trainer", 0, owner=True), part("trainer", 0, owner=True)
+    at_ns = first.opened.wall_ns
+    again = msgspec.structs.replace(
+        again,
+        process=msgspec.structs.replace(again.process, pid=first.process.pid + 1),
+        opened=ClockAnchor(wall_ns=at_ns + 1, mono_ns=0),
+        imported_ns=at_ns + 10**9,
+    )
+    assert fold([first, again]).processes == (again,)
+
+
 def test_two_runs_are_never_folded_into_one_manifest() -> None:
     with pytest.raises(RecordError, match=r"run1, .*run2"):
         fold([part(), part(run_id="run2")])

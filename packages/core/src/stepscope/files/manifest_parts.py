@@ -224,7 +224,8 @@ def of_the_last(taken: Sequence[T]) -> list[T]:
     return [
         one
         for one in taken
-        if last.get(one.process.key) is one and (resumed is None or _is_after(one, resumed, owners))
+        if last.get(one.process.key) is one
+        if resumed is None or one is resumed or _is_after(one, resumed, owners)
     ]
 
 
@@ -238,7 +239,6 @@ def _resumed(owners: Sequence[T]) -> T | None:
     An owner was resumed if an owner of its role and rank had closed before it imported stepscope.
     """
     last = max(owners, key=lambda one: one.opened.wall_ns, default=None)
-    # The last owner itself may seem to end before its import, if its clock was set back.
     return last if any(_replaces(last, one) for one in owners if last is not None) else None
 
 
