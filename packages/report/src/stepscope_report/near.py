@@ -63,46 +63,66 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
 
 def near_step(path: StepPath) -> NearStep:
     """Return the figures of a step that can be compared with another step."""
-    timeline, graph = path.graph.timeline, path.graph
-    names = ToolNames(timeline)
-    path_ns, calls = Counter[Label](), defaultdict[Label, list[int]](list)
-    for piece in path.pieces:
-        span = graph.span_of(piece.node)
-        if span is not None and piece.kind != "not known":
-            path_ns[names.label_of(span)] += piece.wall_ns
+    timeline, names, calls = (
+        path.graph.timeline,
+        ToolNames(path.graph.timeline),
+        defaultdict[Label, list[int]](list),
+    )
     ranks, rank_calls = Counter[tuple[Label, str]](), Counter[tuple[Label, str]]()
     tokens, without = Counter[Label](), set[Label]()
     for span in timeline.spans:
-        if span.dur_ns is not None and span.waits and SEQUENCE in (span.attrs or {}):
+        if span.dur_ns is None:
+            continue
+        label, process = names.label_of(span), timeline.processes[span.process].name
+        if span.waits and SEQUENCE in (span.attrs or {}):
             for around in above(timeline, span):
                 if around.process == span.process and around.dur_ns is not None:
-                    ranks[names.label_of(around), timeline.processes[span.process].name] -= span.dur_ns
-        if span.dur_ns is not None:
-            calls[names.label_of(span)].append(span.dur_ns)
-            ranks[names.label_of(span), timeline.processes[span.process].name] += span.dur_ns
-            rank_calls[names.label_of(span), timeline.processes[span.process].name] += 1
-            number = whole(span, "tokens")
-            tokens[names.label_of(span)] += number or 0
-            if number is None:
-                without.add(names.label_of(span))
+                    ranks[names.label_of(around), process] -= span.dur_ns
+        calls[label].append(span.dur_ns)
+        ranks[label, process] += span.dur_ns
+        rank_calls[label, process] += 1
+        number = whole(span, "tokens")
+        tokens[label] += number or 0
+        if number is None:
+            without.add(label)
     return NearStep(
         step=timeline.step,
         wall_ns=timeline.window.wall_ns,
         stages=top_stages(timeline),
-        path_ns=path_ns,
-        outside_ns=sum(piece.wall_ns for piece in path.pieces if graph.span_of(piece.node) is None),
+        path_ns=path_times(path),
+        outside_ns=outside_ns(path),
         call_ns={label: middle(times) for label, times in calls.items()},
         rank_ns=ranks,
         rank_calls=rank_calls,
         tokens={label: number for label, number in tokens.items() if label not in without},
         preempted=sum(preempted_requests(timeline).values()),
-        collected_ns={
-            timeline.processes[counter.process].name: held_ns(pieces_of(counter, timeline))
-            for counter in timeline.counters
-            if counter.name == GC
-        },
+        collected_ns=collected_times(timeline),
         profiled=any(process.profiled for process in timeline.processes),
     )
+
+
+def path_times(path: StepPath) -> Mapping[Label, int]:
+    """Return {stage: ns of the critical path}."""
+    names, times = ToolNames(path.graph.timeline), Counter[Label]()
+    for piece in path.pieces:
+        span = path.graph.span_of(piece.node)
+        if span is not None and piece.kind != "not known":
+            times[names.label_of(span)] += piece.wall_ns
+    return times
+
+
+def outside_ns(path: StepPath) -> int:
+    """Return the time of the critical path in no span, in ns."""
+    return sum(piece.wall_ns for piece in path.pieces if path.graph.span_of(piece.node) is None)
+
+
+def collected_times(timeline: Timeline) -> dict[str, int]:
+    """Return {name of a process: ns for which Python's garbage collector stopped the process}."""
+    return {
+        timeline.processes[counter.process].name: held_ns(pieces_of(counter, timeline))
+        for counter in timeline.counters
+        if counter.name == GC
+    }
 
 
 def top_stages(timeline: Timeline) -> dict[str, float]:

@@ -22,7 +22,15 @@ from stepscope.files.steps import comparable
 from stepscope_report.accounting import Label, Pair, common_ns, union_ns
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import Holds
-from stepscope_report.near import NearStep, is_longer, near_step, top_stages
+from stepscope_report.near import (
+    NearStep,
+    collected_times,
+    is_longer,
+    near_step,
+    outside_ns,
+    path_times,
+    top_stages,
+)
 from stepscope_report.sections import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
@@ -203,7 +211,7 @@ def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearS
     """Return the suspects for late ranks whose delay is explained by time in no span, as far as this time is
     longer than in the captured neighbouring steps.
     """
-    longer_ns = near_step(path).outside_ns - middle(step.outside_ns for step in near)
+    longer_ns = outside_ns(path) - middle(step.outside_ns for step in near)
     return (
         one
         for one in found
@@ -241,7 +249,7 @@ def _longest_unknown(path: StepPath, least_ns: int) -> tuple[Label | None, int |
     Return (None, None) if the time is below `least_ns`, or if the stage is a top span of the owner: the usual
     time of such a stage is known from uncaptured steps.
     """
-    times, known = near_step(path).path_ns, top_stages(path.graph.timeline)
+    times, known = path_times(path), top_stages(path.graph.timeline)
     label = max(times, key=lambda label: times[label], default=None)
     if label is None or times[label] < least_ns or "/".join(label) in known:
         return None, None
@@ -753,7 +761,7 @@ def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
     graph = sources.path.graph
     at = [process.name for process in sources.timeline.processes].index(last.process)
     ns = waits.awaited_ns - (last.skew_ns or 0)
-    collected_ns = near_step(sources.path).collected_ns.get(last.process, 0)
+    collected_ns = collected_times(sources.timeline).get(last.process, 0)
     if ns * LEAST_OF_CALLS < sources.timeline.window.wall_ns or at in known:
         return
     if collected_ns * 2 >= ns:
