@@ -13,7 +13,7 @@ import pytest
 
 from packages.core.tests.runs import ranks, until
 from packages.report.tests.commands import Command
-from stepscope._recording.process.manifest_part import ManifestPart
+from stepscope._recording.process.manifest_part import ManifestPart, find_peers
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest_parts import read_parts
 from stepscope.files.requests import has_died, read_listening, write_listening
@@ -181,7 +181,7 @@ def test_a_rank_of_another_host_that_left_nothing_is_missing(tmp_path: Path) -> 
     for listening, absent in ((elsewhere, ("trainer 1",)), (other_selection, ()), (earlier, ())):
         write_listening(layout, listening)
         part = ManifestPart(step.part_of(survivor.process, survivor.run_id), survivor)
-        part.add_peers(layout, in_step=True, all_hosts=True)
+        part.add_peers(find_peers(layout, survivor.process, survivor.run_id, all_hosts=True))
         part.write()
         health = health_of(tmp_path)
         assert (health.lost, health.absent) == ((), absent)

@@ -17,6 +17,7 @@ from stepscope._recording.capture import omissions, on_demand, result
 from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.process import exports, failures, identity
+from stepscope._recording.process.manifest_part import find_peers
 from stepscope._recording.recorder import standing, steps
 from stepscope._recording.session import activation, pipeline
 from stepscope._recording.session.programs import COMMAND
@@ -224,7 +225,8 @@ def _enter_omissions(
     omissions.tell_missed(parts)
     if participants is None and _lacks_a_rank(parts):
         is_last = not result.is_open_elsewhere(parts, session.process)
-        manifest_part.add_peers(RunLayout(session.config.save_path), in_step=True, all_hosts=is_last)
+        run = RunLayout(session.config.save_path)
+        manifest_part.add_peers(find_peers(run, session.process, session.run_id, all_hosts=is_last))
     if manifest_part.record.absent or manifest_part.state(omissions.WORKERS) is not None:
         return  # an absent worker may have the role
     if _knows_all(session, participants, parts):

@@ -21,6 +21,7 @@ from stepscope.files.manifest import (
     AWAITED,
     Absent,
     Expectation,
+    Fate,
     Kind,
     Manifest,
     Peer,
@@ -31,8 +32,32 @@ from stepscope.files.manifest import (
 )
 from stepscope.files.manifest_parts import fold, of_the_last, part_files, with_late_files, write_manifest
 from stepscope.files.requests import Listening, has_died, peers_of, read_listening
-from stepscope.files.sidecar import Artifact
+from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.storage import read_records, write_atomic
+
+
+def find_peers(layout: RunLayout, process: ProcessInfo, run_id: str, *, all_hosts: bool) -> list[Peer]:
+    """Return the other ranks of the job of `process` that have died, and those that should leave a part.
+
+    The ranks are found by their files in `control/`. A rank whose configuration selects other steps need not
+    leave a part.
+
+    Args:
+        all_hosts: False to return nothing unless a rank of this host has died, and then only dead ranks. This
+            reads few files if no rank has died.
+    """
+    own = next(iter(read_records([layout.listener(process.host, process.pid)], Listening)), None)
+    if own is None or own.run_id != run_id or own.rank is None:
+        return []
+    if not all_hosts and not any(map(has_died, peers_of(own, read_listening(layout, process.host)))):
+        return []
+    peers = list[Peer]()
+    for peer in peers_of(own, read_listening(layout)):
+        if has_died(peer):
+            peers.append(Peer(process=peer.process, fate="died"))
+        elif all_hosts and peer.ended_ns is None and peer.selects == own.selects:
+            peers.append(Peer(process=peer.process, fate="expected"))
+    return peers
 
 
 class ManifestPart:
@@ -73,30 +98,16 @@ class ManifestPart:
         with self._lock:
             self.update(clocks=self._part.clocks + clocks)
 
-    def add_peers(self, layout: RunLayout, *, in_step: bool, all_hosts: bool) -> None:
-        """Add the ranks of this job that have died, and the ranks that should leave a part of the step.
-
-        The ranks are found by their files in `control/`. A rank whose configuration selects other steps need
-        not leave a part.
+    def add_peers(self, peers: Sequence[Peer], *, in_step: bool = True) -> None:
+        """Add ranks that have died, and ranks that should leave a part of the step, as `find_peers` returns
+        them.
 
         Args:
             in_step: False if the ranks may have died in a later step.
-            all_hosts: False to add nothing unless a rank of this host has died, and then only dead ranks.
-                This reads few files if no rank has died.
         """
-        process, run_id = self._part.process, self._part.run_id
-        own = next(iter(read_records([layout.listener(process.host, process.pid)], Listening)), None)
-        if own is None or own.run_id != run_id:
-            return
-        if not all_hosts and not any(map(has_died, peers_of(own, read_listening(layout, process.host)))):
-            return
-        peers = list[Peer]()
-        for peer in peers_of(own, read_listening(layout)):
-            if has_died(peer):
-                peers.append(Peer(process=peer.process, fate="died" if in_step else "gone"))
-            elif all_hosts and peer.ended_ns is None and peer.selects == own.selects:
-                peers.append(Peer(process=peer.process, fate="expected"))
-        self.update(peers=tuple(peers))
+        fates: dict[Fate, Fate] = {} if in_step else {"died": "gone"}
+        known = (msgspec.structs.replace(peer, fate=fates.get(peer.fate, peer.fate)) for peer in peers)
+        self.update(peers=tuple(known))
 
     def state(self, name: str) -> State | None:
         with self._lock:

@@ -22,6 +22,7 @@ import msgspec
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process import failures, identity
+from stepscope._recording.process.manifest_part import find_peers
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope._recording.recorder import nccl_ras, steps
 from stepscope._recording.recorder.engine_queues import EngineQueues
@@ -469,9 +470,15 @@ class Recorder:
 
     def _add_peers(self, written: Sequence[Written], order: Order, first: Sequence[Written]) -> None:
         """Add the other ranks to the parts of steps. In the steps `first`, ranks of all hosts are added."""
+        if self.process.rank is None:
+            return
+        peers = {  # a thousand ranks have a thousand files, which are read once for all steps
+            all_hosts: find_peers(self.layout, self.process, order.run_id, all_hosts=all_hosts)
+            for all_hosts in {step in first for step in written}
+        }
         for step in written:
             in_step = step.part.record.step == order.steps[-1].step
-            step.part.add_peers(self.layout, in_step=in_step, all_hosts=step in first)
+            step.part.add_peers(peers[step in first], in_step=in_step)
             step.part.write()
 
     def writer(self, run_id: str, order: Order | None = None) -> StepWriter:
