@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,12 +82,13 @@ class Written(NamedTuple):
     part: ManifestPart
 
 
-def _is_within(call: Span, spans: Sequence[Span]) -> bool:
-    """Return whether a call without duration lies in one of the spans."""
-    return any(
-        span.start_ns <= call.start_ns and (span.end_ns is None or call.start_ns <= span.end_ns)
-        for span in spans
-    )
+def _within(calls: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Return the calls, which have no duration, that lie in at least one of the spans."""
+    ordered = sorted(spans, key=lambda span: span.start_ns)
+    starts_ns = [span.start_ns for span in ordered]
+    ends_ns = list(accumulate((math.inf if (end := span.end_ns) is None else end for span in ordered), max))
+    before = (bisect_right(starts_ns, call.start_ns) for call in calls)
+    return [call for call, at in zip(calls, before, strict=True) if at and call.start_ns <= ends_ns[at - 1]]
 
 
 def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
@@ -196,7 +199,7 @@ class StepWriter:
         copied, lost = self._copy()
         outcome = self._outcome(window, copied.since_ns, lost)
         spans = chosen(copied.spans)
-        issued = [call for call in self._issued([window]) if _is_within(call, spans)]
+        issued = _within(self._issued([window]), spans)
         self._write(window, [*spans, *issued], outcome, owner=False, began={}, clocks=())
 
     def _write_passes(
