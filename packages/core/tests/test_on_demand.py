@@ -36,6 +36,7 @@ from stepscope.files.requests import (
     Listening,
     answers_by_now,
     claim_step,
+    has_died,
     read_listening,
     read_requests,
 )
@@ -318,6 +319,18 @@ def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: Pro
     listening()._write()
     (process,) = read_listening(RunLayout(config.save_path))
     assert (process.pid, process.step) == (os.getpid(), 2)
+
+
+@pytest.mark.parametrize(("error", "failed"), [(ValueError("a rank"), True), (KeyboardInterrupt(), False)])
+def test_a_process_that_a_ctrl_c_ends_has_not_failed(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, error: BaseException, failed: bool
+) -> None:
+    train(config, range(1))
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    listening()._write()
+    listening().write_last("it ended")
+    (process,) = read_listening(RunLayout(config.save_path))
+    assert (process.failed, has_died(process)) == (failed, failed)
 
 
 def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:

@@ -395,11 +395,18 @@ class Listener:
             run_id=identity.run_id(),
             answers=answers,
             ended_ns=ended_ns,
-            failed=ended_ns is not None and hasattr(sys, "last_value"),
+            failed=ended_ns is not None and _has_failed(),
         )
         if record != self._written:
             write_listening(self._layout, record)
             self._written = record
+
+
+def _has_failed() -> bool:
+    """Return whether an exception that nothing caught ends this process. A Ctrl-C is no failure, and an
+    interactive process goes on after its errors.
+    """
+    return isinstance(getattr(sys, "last_value", None), Exception) and not hasattr(sys, "ps1")
 
 
 def _first_answer(request: Request) -> Answer:
