@@ -515,9 +515,10 @@ def _read_rows(path: Path) -> tuple[Notes, dict[int, Reading], TraceFields]:
 
     trace = ChromeTrace(path, notes)
     fields = trace.read(Reading(notes).parse, take)
+    rows_of = {msgspec.json.encode(pid): reading for pid, reading in readings.items()}
     for event in described:
-        for reading in readings.values():  # each reading looks up its own pid
-            reading.describe(event)
+        if (row := rows_of.get(bytes(event.pid))) is not None:
+            row.describe(event)
     return notes, readings, fields
 
 
