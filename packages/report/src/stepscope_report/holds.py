@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -22,8 +24,11 @@ from stepscope_report.formatting import count, duration
 from stepscope_report.sections.counters import BusyHost, Piece, pieces_of, say_busy_host
 from stepscope_report.spans import ToolNames, whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
+from stepscope_report.table import grouped
 from stepscope_report.timeline import Timeline, model
 from stepscope_report.timeline.model import GENERATES
+
+_start_ns, _end_ns = attrgetter("start_ns"), attrgetter("end_ns")
 
 
 class _Hold(NamedTuple):
@@ -105,7 +110,11 @@ class Holds:
         pieces = self._pieces.get((process, name), ())
         held = 0.0
         for start_ns, end_ns in joined(pairs):
-            for piece in pieces:
+            first, last = (
+                bisect_left(pieces, start_ns, key=_end_ns),
+                bisect_right(pieces, end_ns, key=_start_ns),
+            )
+            for piece in pieces[first:last]:
                 overlap_ns = min(end_ns, piece.end_ns) - max(start_ns, piece.start_ns)
                 if name != DISK_SLEEP or start_ns <= piece.end_ns <= end_ns:
                     held += piece.value * max(0, overlap_ns)
@@ -193,17 +202,19 @@ class Holds:
         if suspect.kind not in _WORKS:
             return suspect
         spans = self._timeline.spans
-        alike = suspect if suspect.process is not None else suspect._replace(nodes=self._alike(suspect))
-        processes = dict.fromkeys(spans[node].process for node in alike.nodes)
-        held_ns = Counter({process: sum(self._held(alike, process).values()) for process in processes})
+        alike = self._alike(suspect) if suspect.process is None else suspect.nodes
+        held_ns = Counter[int]()
+        for each, nodes in grouped(alike, lambda node: spans[node].process).items():
+            held_ns[each] = sum(self._held(each, self._threads(each, nodes, suspect.spells)).values())
         process = suspect.process
         if process is None and suspect.nodes:
             process = max((spans[node].process for node in suspect.nodes), key=held_ns.__getitem__)
         if process is None:
             return suspect
         own = [node for node in suspect.nodes if spans[node].process == process]
-        pid, every, of_thread = self._pid(process), self._extents(own), self._threads(suspect, process)
-        held = self._held(suspect, process)
+        pid, every = self._pid(process), self._extents(own)
+        of_thread = self._threads(process, own, suspect.spells)
+        held = self._held(process, of_thread)
         # If a call is a collective, other threads send its data.
         meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)
         most_ns = sum(
@@ -243,19 +254,19 @@ class Holds:
         spans = self._timeline.spans
         return [(spans[node].start_ns, self._timeline.until_ns(spans[node])) for node in nodes]
 
-    def _threads(self, suspect: Suspect, process: int) -> Mapping[int, list[Pair]]:
-        """Return {thread of a process: stretches of the suspect's calls}."""
-        of_thread: dict[int, list[Pair]] = defaultdict(list, {self._pid(process): list(suspect.spells)})
-        for node in suspect.nodes:
-            if self._timeline.spans[node].process == process:
-                of_thread[self._timeline.spans[node].thread] += self._extents([node])
+    def _threads(
+        self, process: int, nodes: Iterable[int], spells: Sequence[Pair]
+    ) -> Mapping[int, list[Pair]]:
+        """Return {thread of a process: stretches of its calls `nodes`}. `spells` are of the main thread."""
+        of_thread: dict[int, list[Pair]] = defaultdict(list, {self._pid(process): list(spells)})
+        for node in nodes:
+            of_thread[self._timeline.spans[node].thread] += self._extents([node])
         return of_thread
 
-    def _held(self, suspect: Suspect, process: int) -> dict[str, int]:
-        """Return {counter: ns of the suspect's calls in a process that were held up}, without waits for a
-        core.
+    def _held(self, process: int, of_thread: Mapping[int, list[Pair]]) -> dict[str, int]:
+        """Return {counter: ns of the stretches `of_thread` in which the process was held up}, without waits
+        for a core.
         """
-        of_thread = self._threads(suspect, process)
         every = [pair for pairs in of_thread.values() for pair in pairs]
         held = {name: self.ns(process, name, every) for name in _HOLDS}
         return {**held, CORE_WAIT: 0, DISK_SLEEP: self.ns(process, DISK_SLEEP, of_thread[self._pid(process)])}
