@@ -11,7 +11,7 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.test_plain_traces import BASE_NS, kernel, trace
-from stepscope_report.timeline.activity.content_reader import OF_NO_TIME, OF_OTHERS
+from stepscope_report.timeline.activity.content_reader import OF_NO_TIME
 from stepscope_report.timeline.activity.doubts import (
     EARLY,
     LOST,
@@ -21,6 +21,7 @@ from stepscope_report.timeline.activity.doubts import (
     UNRECORDED,
     UNSYNCED,
 )
+from stepscope_report.timeline.plain import OF_OTHERS
 
 
 def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Command) -> None:

@@ -45,6 +45,8 @@ from stepscope_report.timeline.trace_files import NO_HOST, StepFiles, TraceFile,
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
 """Suffixes of profilers' files that are listed as unread unless a reader claims them."""
 _ASCEND = "_ascend_pt"
+OF_OTHERS = "its events have no category of a profiler that is read here: only `stepscope merge` shows them"
+"""Problem of files of other programs, such as JAX."""
 _HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
 """`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
 _FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
@@ -143,6 +145,9 @@ def read_plain(
                 traces.append(_Trace(described, info, content))
                 contents.append([ProcessContent(pid=None, content=content)])
         elif any(one.content.events for one in held):
+            for one in held:
+                if not problems and _is_of_others(one.content):
+                    one.content.problems[OF_OTHERS] = None
             described, processes = _processes(trace, held)
             files.traces.append(described)
             traces += processes
@@ -156,6 +161,11 @@ def read_plain(
         reasons = "; ".join([*files.unread, *(f"{one.file}: {one.what}" for one in files.problems)][:3])
         raise RecordError(f"no trace in {', '.join(map(str, paths))} ({reasons or 'no such files'})")
     return PlainStep(_timeline(root, traces), files, contents)
+
+
+def _is_of_others(content: TraceContent) -> bool:
+    """Return whether a trace has events, and none that a report can use."""
+    return bool(content.events) and content.first_us is None and not (content.iterations or content.memory)
 
 
 def _only(

@@ -95,8 +95,6 @@ _SIZES = 4096
 """Largest number of collectives of different groups and sizes that are kept of one trace."""
 _ALL = float("-inf"), float("inf")
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
-OF_OTHERS = "its events have no category of a profiler that is read here: only `stepscope merge` shows them"
-"""Problem of files of other programs, such as JAX."""
 OF_NO_TIME = "events of impossible duration"
 _FARTHEST_US = 4e15
 """Largest plausible time or duration: the year 2096, for traces that count from 1970."""
@@ -891,15 +889,7 @@ def _read(
     fields = trace.read(reading.parse, reading.take, on_read)
     since_ns = fields.base_ns if not reading.since_ns else reading.since_ns + (fields.base_ns or 0)
     fields = msgspec.structs.replace(fields, base_ns=wall_base(since_ns, middle(reading.times)))
-    content = reading.finish(fields)
-    if (
-        content.events
-        and content.first_us is None
-        and not (content.iterations or content.memory or content.problems)
-    ):
-        trace.notes.file(OF_OTHERS)
-        content.problems.update(trace.notes.counts)
-    return content
+    return reading.finish(fields)
 
 
 def _ran(operator: Operator) -> bool:
