@@ -57,7 +57,7 @@ class CaptureError(StepscopeError, RuntimeError):
 
 
 class CaptureOpenError(CaptureError):
-    """A second capture while another is open in this process, although profilers are process-wide."""
+    """A second capture was opened while another is open in this process. Profilers are process-wide."""
 
 
 class MissingArtifactsError(CaptureError):

@@ -47,8 +47,8 @@ def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[st
 
 
 def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
-    """Merge roles. A role that only `upper` has is inserted before the first pattern that would match it,
-    else last.
+    """Merge roles. A role that only `upper` has is inserted before the first pattern that would hide the
+    role, else last.
     """
     known = {pattern: value for pattern, value in upper.items() if pattern in lower}
     items = list(overlay(lower, known).items())
@@ -169,7 +169,7 @@ def _decode(kind: object, text: str, field: str) -> object:
 
 
 def _below(kind: object, part: str) -> object | None:
-    """Return the type of the setting `part` of type `kind`, or None if there is no such setting."""
+    """Return the type of the setting `part` in a section of type `kind`, or None if there is none."""
     section = section_of(kind)
     if section is not None:
         return kinds(section).get(part)

@@ -265,8 +265,8 @@ def _at(role: str) -> str:
 
 
 def _options(role: str, block: Block, tool: str | None) -> Block:
-    """Return the options of a role's tool. Keys have underscores, and contents that concern an engine become
-    keys.
+    """Return the options of a role's tool. Keys have underscores. Items of `contents` that concern an engine
+    become keys.
 
     Raises:
         ConfigError: verl refuses an item of the contents, or a key is from an older release.

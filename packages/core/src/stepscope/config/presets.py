@@ -21,7 +21,7 @@ class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
     better: bool | str = True
     """The value that turns a switch on."""
     instead_of: tuple[str, ...] = ()
-    """Values that turn the switch off, if its values are words; else empty."""
+    """Values that turn the switch off, if the switch takes words; else empty."""
     where: str | None = None
     """A setting that must be on for this setting to have an effect, or None."""
 
@@ -52,7 +52,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     distribution: str
-    """The package whose installed version is compared with `since` of entries."""
+    """The package whose installed version is compared with the `since` of each entry."""
     tested: str
     """The versions, or the commit, in which the functions were checked."""
     entries: tuple[InstrumentConfig, ...]

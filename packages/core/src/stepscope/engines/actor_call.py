@@ -320,8 +320,8 @@ async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
 
 
 def names_of(instance: object, path: str) -> list[str]:
-    """Return `path`, or the paths of all files in the folder `path`, and its sidecar last. The sidecar marks
-    the file or folder as complete.
+    """Return `path`, or the paths of all files in the folder `path`, followed by the path of the sidecar. The
+    sidecar marks the file or folder as complete.
     """
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]
     return [str(name) for name in (*files, sidecar_of(Path(path)))]

@@ -22,8 +22,8 @@ _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
 _BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')
 _ENDED = re.compile(rb'"name":\s*"Record Window End"[^{}]*?"ts":\s*([\d.]+)')
 _SLACK_NS = 50_000_000
-"""Largest distance in ns between a stall and the start or end of its recording. Their clocks differ
-slightly."""
+"""Largest distance in ns between a stall and the start or end of its recording. The two are timed by clocks
+that differ slightly."""
 Option: TypeAlias = str | int | float | bool | None
 
 

@@ -1,5 +1,5 @@
-"""Engines of this process: found by `instrument` entries of the kind `engine`, or recorded on behalf of a
-capture in another process.
+"""Engines of this process, which `instrument` entries of the kind `engine` have found, or which are recorded
+for a capture in another process.
 
 An engine is an engine object, the URL of a server, or the handle of a Ray actor that contains an engine.
 """

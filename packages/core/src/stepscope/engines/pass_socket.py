@@ -21,8 +21,8 @@ import msgspec
 from stepscope.errors import ours
 
 KEEP, KEPT = "keep", "kept"
-"""The two questions, each sent with a number. `keep`: keep passes from now on, in this many MB of memory.
-`kept`: return the kept passes since this time in unix ns."""
+"""The two questions, each sent with a number. `keep` asks the process to keep passes from now on; the number
+is the memory in MB. `kept` asks for the kept passes; the number is the earliest time in unix ns."""
 Answers = Mapping[str, Callable[[int], "bytes | None"]]
 """{question: function that answers it}."""
 ASK_S = 5.0

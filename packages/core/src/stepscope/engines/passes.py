@@ -1,6 +1,6 @@
 """Notes of an engine's forward passes, and the file that contains the notes.
 
-Code in the process that schedules the passes calls `PassLog`: an adapter's hook, or an engine of your own:
+The code that schedules the passes (an adapter's hook, or an engine of your own) calls `PassLog`:
 
     log = passes.current()
     if log is not None:
@@ -37,7 +37,7 @@ from stepscope.files.storage import write_atomic
 
 T = TypeVar("T")
 TOOL = "stepscope"
-"""`Artifact.tool` of a file of passes: stepscope writes it, the engine's profiler does not."""
+"""`Artifact.tool` of a file of passes, which stepscope writes instead of the engine's profiler."""
 log = logging.getLogger("stepscope")
 _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
@@ -64,8 +64,8 @@ arrays are copied."""
 
 
 class _Positions(dict[str, int]):
-    """{id of a request: its position}. A new id gets the next position. Its caller's id is looked up in
-    `earlier`, the callers of earlier parts.
+    """{id of a request: its position}. A new id gets the next position, and the caller's id for the request
+    is copied from `earlier`, the callers' ids of earlier parts.
     """
 
     def __init__(self, callers: dict[str, str]) -> None:

@@ -79,8 +79,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
-    """Further options, which the adapter passes to the engine after a check that the engine's signature has
-    every key."""
+    """Further options, passed to the engine. The adapter refuses options that the engine does not have."""
 
 
 waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
@@ -91,7 +90,7 @@ captures and `RayRollout`."""
 def patience_s(capture: EngineCapture) -> float:
     """Return how long the capture waits for the current `start` or `stop`, in s; infinite without a limit.
 
-    `close(deadline_s=)` sets the limit for its own stop.
+    `close(deadline_s=)` sets the limit of the stop that it causes.
     """
     waited = waited_s.get()
     seconds = capture.stop_seconds if waited is None else waited
@@ -295,8 +294,8 @@ class EngineFactory(Protocol):
     """An adapter: the object that an entry point in `stepscope.engines` loads. Inherit from it."""
 
     distributions: Sequence[str] = ()
-    """Names of packages that may contain the engine: `run.json` records their versions if the adapter is in
-    use, and `stepscope doctor` compares them with the range in the adapter's `engine` extra."""
+    """Names of packages that may contain the engine. `run.json` records the packages' versions if the adapter
+    is in use, and `stepscope doctor` compares the versions with the range in the adapter's `engine` extra."""
 
     builder: str = ""
     """`module:Class.method` that builds every engine; empty if the adapter needs no `arm`. Under
@@ -352,7 +351,7 @@ def distributions() -> list[str]:
     """Return names of packages that may contain an engine: the names of the installed adapters, and the
     `distributions` of the adapters that this process has imported.
 
-    Other adapters are not loaded, which took 9 ms of CPU beside the first capture.
+    Other adapters are not loaded, because loading them took 9 ms of CPU beside the first capture.
     """
     names = list(installed())
     for point in installed().values():
@@ -397,7 +396,8 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
 
     Args:
         engine: An object that the user gave to `capture(engines=)`.
-        replica: Position of `engine` in that argument: the replica's number, unless its profiler has one.
+        replica: Position of `engine` in `engines`, which becomes the replica's number unless the profiler has
+            one.
 
     Raises:
         EngineError: no installed adapter recognises this object.

@@ -42,7 +42,7 @@ is None for an engine in the process, else the engine's URL or Ray actor."""
 _CHECK_S = 300.0
 """Longest wait in seconds for a check, long enough for an actor that is still loading its model."""
 _GRACE_S = 2.0
-"""Longest time in seconds that a start waits for an earlier stop, if this stop still runs."""
+"""Longest time in seconds that a start waits for an earlier stop to finish."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,9 +280,7 @@ def ignored_of(instance: object, place: Place) -> dict[str, str]:
 
 
 async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
-    """End the captures whose start was cancelled by its caller, also captures whose start has not arrived
-    yet.
-    """
+    """End the captures whose start was cancelled by the caller, even if the start has not arrived yet."""
     _taken_back.extend(tokens)
     seat = _seats.get(_key(place))
     if seat is not None and seat.token in tokens:

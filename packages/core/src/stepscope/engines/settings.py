@@ -34,7 +34,7 @@ def name_settings(
     version: str | None = None,
     engine: bool = False,
 ) -> None:
-    """Name settings of this run that the advice in its reports may suggest to change.
+    """Name settings of this run that advice in a report may suggest to change.
 
     Presets and engine adapters call this for their own settings. A later call for the same framework replaces
     its settings.

@@ -44,7 +44,7 @@ def supported_by(adapter: str) -> Supported | None:
     """Return the range of an installed adapter, or None for a checkout that is not installed.
 
     Args:
-        adapter: Name of its distribution.
+        adapter: Name of the adapter's distribution.
     """
     try:
         return stated_in(metadata.requires(adapter) or ())
@@ -66,7 +66,8 @@ def stated_in(requirements: Iterable[str]) -> Supported | None:
 
 
 def expect_supported(supported: Supported | None, version: str | None) -> None:
-    """Warn once if `version` is above the range. The adapter then reads the engine's abilities from its code.
+    """Warn once if `version` is above the range. The adapter then reads the engine's abilities from the
+    engine's code.
 
     Raises:
         EngineError: the version is below the range.

@@ -385,7 +385,7 @@ class TorchFactory(EngineFactory):
 
     def __call__(self, engine: object, replica: int) -> TorchRolloutProfiler:
         """Return a profiler that counts the calls of the engine's module as iterations, if the engine has
-        exactly one.
+        exactly one module.
         """
         modules = _modules(engine)
         return TorchRolloutProfiler(modules[0] if len(modules) == 1 else None, replica=replica)

@@ -62,7 +62,7 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty_ns: Int
     """Largest error of the offset, half the round trip of the best exchange."""
     at_mono_ns: Int
-    """Time of the best exchange, its middle, on the owner's monotonic clock."""
+    """Middle of the best exchange, in ns of the owner's monotonic clock."""
 
 
 class Exchange(NamedTuple):
@@ -83,8 +83,8 @@ class Exchange(NamedTuple):
 
     @property
     def within_ns(self) -> int:
-        """Largest error of the offset: half of the time in transit and of the other clock's drift
-        meanwhile.
+        """Largest error of the offset: half of the time in transit, plus half of the other clock's drift
+        between arrival and response.
         """
         drifted_ns = abs(self.answered_ns - self.heard_ns) * DRIFT_PPM // 1_000_000
         return (self.round_trip_ns + drifted_ns + 1) // 2

@@ -18,8 +18,8 @@ CounterKind: TypeAlias = Literal["level", "interval", "total"]
 """Kind of a counter's values. `level`: the value at the time of the sample. `interval`: a value for the time
 since the previous sample. `total`: a sum that only grows; its growth is of interest."""
 CounterScope: TypeAlias = Literal["process", "host"]
-"""`process` if a counter describes its process. `host` if it describes the host, which one process of the
-host samples."""
+"""`process` if a counter describes the process that samples it. `host` if it describes the host; one process
+of each host samples it."""
 BLOCKED_NS = 100_000_000
 """An event loop counts as blocked if it is late by more than this."""
 IN = " in "

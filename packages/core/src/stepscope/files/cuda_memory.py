@@ -58,7 +58,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     other_bytes: int
     """Bytes of the smaller blocks, which are not listed."""
     frames: tuple[str, ...]
-    """The innermost frame outside of torch of each stack: `model.py:41 forward`."""
+    """For each stack, its innermost frame outside of torch: `model.py:41 forward`."""
     ooms: int
     oom_bytes: int | None
     """Size of the first allocation that failed, or None if none failed."""

@@ -17,7 +17,7 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def safe(name: str) -> str:
-    """Return `name` as one path component that is not empty, `.` or `..`.
+    """Return `name` as one path component of at most 100 characters that is not empty, `.` or `..`.
 
     Characters other than ASCII letters, digits, `.`, `_` and `-` are replaced by `-`.
     """
@@ -36,8 +36,7 @@ class RunLayout:
         self.root = Path(root)
         self.control = self.root / "control.json"
         self.removed = self.root / "removed.txt"
-        """The file that lists the captured steps that were removed (`budget.keep_steps`), one on each
-        line."""
+        """The file of captured steps that `budget.keep_steps` removed, one on each line."""
         self.oom = self.root / "oom"
         """The folder of snapshots and records of CUDA's out-of-memory errors."""
         self.otel = self.root / "otel"

@@ -245,8 +245,8 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """The measured cost of profiling in this process, in ns."""
 
     start_ns: Int = 0
-    """Time to open the capture in this process, from the call of `capture` to `opened`, with waits for other
-    processes."""
+    """Time to open the capture in this process, from the call of `capture` to `opened`, including waits for
+    other processes."""
     stop_ns: Int = 0
     """Time to close the capture in this process, from `closed` to the return to the caller."""
     inside_ns: Int = 0
@@ -286,13 +286,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Fate: TypeAlias = Literal["expected", "gone", "died"]
-"""Fate of a rank without a part, in ascending order of what is known. `expected`: it should write its part.
-`gone`: it has died, perhaps after the step. `died`: it has died, and the step ended with that or later."""
+"""Fate of a rank that may lack a part, in ascending order of what is known. `expected`: it should write a
+part. `gone`: it has died, perhaps after the step. `died`: it died during the step."""
 FATES: tuple[Fate, ...] = ("expected", "gone", "died")
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """Another rank of the job, which had not closed this step when the part that lists it was written."""
+    """Another rank of the job that has died, or that should write a part of the manifest for this step."""
 
     process: ProcessInfo
     fate: Fate
@@ -314,7 +314,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     closed: ClockAnchor | None = None
     """Clock reading at the close of the capture, or None before it."""
     imported_ns: Int | None = None
-    """Wall time at which the process had imported stepscope, or None in older files."""
+    """Unix time in ns at which the process had imported stepscope, or None in older files."""
     recorded: bool
     """True if a backend records this process, because its role and rank are selected."""
     why: str
@@ -373,7 +373,7 @@ class Absent(msgspec.Struct, frozen=True, kw_only=True):
     process: str | None = None
     """`ProcessInfo.key` of the worker, or None if the worker never answered."""
     died: bool = False
-    """True if Ray or a rank on its host reported that the process died in the step."""
+    """True if Ray, or a rank on the same host, reported that the process died in the step."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

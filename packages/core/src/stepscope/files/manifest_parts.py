@@ -234,16 +234,19 @@ def _ended_ns(one: Taken) -> int:
 
 
 def _resumed(owners: Sequence[T]) -> T | None:
-    """Return the last owner if the run was resumed with its id and then repeated the step, else None.
+    """Return the last owner if the run was resumed under the same id and then repeated the step, else None.
 
-    An owner was resumed if an owner of its role and rank had closed before it imported stepscope.
+    The run was resumed if an earlier owner of the same role and rank had ended before the last owner imported
+    stepscope.
     """
     last = max(owners, key=lambda one: one.opened.wall_ns, default=None)
     return last if any(_replaces(last, one) for one in owners if last is not None) else None
 
 
 def _replaces(later: Taken | None, one: Taken) -> bool:
-    """Return whether an owner ended before another owner of its role and rank had imported stepscope."""
+    """Return whether the owner `one` ended before `later`, an owner of the same role and rank, imported
+    stepscope.
+    """
     if later is None or later is one or later.imported_ns is None:
         return False
     is_place = (later.process.role, later.process.rank) == (one.process.role, one.process.rank)
@@ -255,11 +258,12 @@ _SKEW_NS = 60 * 10**9
 
 
 def _is_after(one: Taken, resumed: Taken, owners: Sequence[Taken]) -> bool:
-    """Return whether a process took part in the attempt that began with the import of stepscope in
+    """Return whether the process `one` took part in the attempt that began with the import of stepscope in
     `resumed`.
 
-    A clock of another host may be ahead or behind. Its process is of the attempt if the attempt measured its
-    clock, or if it imported stepscope in the attempt, or ended long after the attempt began.
+    The clock of another host may be ahead or behind. If any attempt measured the clock of `one`, this attempt
+    must have. Otherwise `one` must have imported stepscope in the attempt, or ended long after the attempt
+    began.
     """
     since_ns = resumed.imported_ns or 0
     if one.process.host == resumed.process.host or one.imported_ns is None:
@@ -272,7 +276,9 @@ def _is_after(one: Taken, resumed: Taken, owners: Sequence[Taken]) -> bool:
 
 
 def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:
-    """Return whether the worker took part in `owner`, the owner's last capture, and not only in `before`."""
+    """Return whether the worker took part in the owner's last capture `owner`, and not only in the previous
+    capture `before`.
+    """
     if worker.process.host == owner.process.host:
         ended = before.closed or before.opened
         return worker.opened.wall_ns > ended.wall_ns
@@ -327,7 +333,9 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
 
 
 def _lost_peers(parts: Sequence[ProcessPart]) -> Iterator[Absent]:
-    """Yield the peers without a part, and those that died before they closed a part that does not say so."""
+    """Yield the peers without a part, and the peers that died in the step and whose part shows neither a
+    close nor a death.
+    """
     left = {(part.process.role, part.process.rank) for part in parts}
     ended = (part for part in parts if part.closed or part.died)
     closed = {(part.process.role, part.process.rank) for part in ended}

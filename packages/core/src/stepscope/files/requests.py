@@ -99,7 +99,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
     """True if an exception that nothing caught ended the process."""
     imported_ns: Int = 0
-    """Wall time at which the process had imported stepscope."""
+    """Unix time in ns at which the process had imported stepscope."""
     world_size: Int | None = None
     selects: str = ""
     """The settings `steps` and `record` of the process' configuration, as one text."""
@@ -169,18 +169,20 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def read_listening(layout: RunLayout, host: str | None = None) -> list[Listening]:
-    """Return a record for each process, of one host or all, that polls or has polled this run's
-    `control.json`, in the order of file names.
+    """Return a record for each process that polls or has polled this run's `control.json`, in the order of
+    file names. With `host`, only processes of that host are returned.
     """
     return read_records(layout.listener_files(host), Listening)
 
 
 _APART_NS = 60 * 10**9
-"""Longest time between the starts of two ranks of one attempt, with the difference of their hosts' clocks."""
+"""Longest time between the starts of two ranks of one attempt, including the difference of their hosts'
+clocks."""
 
 
 def peers_of(own: Listening, known: Sequence[Listening]) -> list[Listening]:
-    """Return the other ranks of a process' job among `known`: of each rank the process that began last.
+    """Return the other ranks of a process' job among `known`; for each rank, only the process that began
+    last.
 
     Ranks of another run, role or earlier attempt are left out.
     """
@@ -193,7 +195,7 @@ def peers_of(own: Listening, known: Sequence[Listening]) -> list[Listening]:
 
 
 def is_of_attempt(one: Listening, own: Listening) -> bool:
-    """Return False if a process belongs to an attempt that ended before the attempt of `own` began."""
+    """Return whether a process belongs to the attempt of `own`, and not to an earlier attempt."""
     return one.since_ns >= own.imported_ns - _APART_NS
 
 
@@ -213,8 +215,8 @@ def has_ended(listening: Listening) -> bool:
 
 
 def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answer:
-    """Return `answer`. If its state is `heard`, and the deadline is over or the process has ended, return the
-    final answer instead.
+    """Return `answer`. If its state is `heard`, and the request has expired or the process has ended, return
+    the final answer instead.
 
     Args:
         gone: The reason why the process cannot capture any more, or None if it can.

@@ -9,7 +9,8 @@ import msgspec
 from stepscope.files.clock import ClockAnchor, Int
 
 NSYS_RANGES = "ranges"
-"""Key in `Sidecar.options` of an nsys report: True if spans of stepscope made NVTX ranges in its window."""
+"""Key in `Sidecar.options` of an nsys report: True if spans of stepscope made NVTX ranges in the report's
+window."""
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):

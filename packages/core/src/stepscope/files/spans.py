@@ -22,8 +22,8 @@ CONSUME = "consume"
 attributes `begun` and `begun_version` are the step and the policy version in which the trajectory began."""
 
 STEP_TOKENS = "step_tokens"
-"""Stage of a span of zero length. Its attributes `rollout` and `train` are this process' tokens of the
-step."""
+"""Stage of a span of zero length. Its attributes `rollout` and `train` are the numbers of tokens that this
+process counted in the step."""
 
 WAIT = "wait"
 """Attribute of a span: `true` if the span only waits, `false` if it works although its stage is named as a
@@ -109,7 +109,7 @@ class Span(Open, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag="s
     dur_ns: int
     error: str | None = None
     """`ExceptionType: message` of the exception that left the span, or None. The text is cut at 200
-    characters, of an error of stepscope at 2000."""
+    characters, or at 2000 for an error of stepscope."""
     cancelled: bool = False
     """True if the span's work was cancelled, which is not an error."""
 

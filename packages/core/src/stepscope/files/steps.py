@@ -1,9 +1,9 @@
 """Files about all steps of a run, captured or not, and the comparison of steps with each other.
 
 The flight recorder writes a line for each step of the run, and reads orders to write steps. Without the
-recorder, the process that opens captures writes `uncaptured/*.jsonl`, one JSON object a line. This file has
-only steps near a captured step, so its size grows with the number of captures and not with the length of the
-run.
+recorder, the process that opens captures writes `uncaptured/*.jsonl`, one JSON object a line. These files
+have only steps near a captured step, so their size grows with the number of captures and not with the length
+of the run.
 """
 
 from __future__ import annotations
@@ -213,9 +213,10 @@ class Surroundings(NamedTuple):
     regular: frozenset[str]
     """Large stages (`role/stage`) of the captured step that occur in every n-th step."""
     has_line: bool
-    """True if the process closed this capture, by the flight recorder's lines."""
+    """True if the flight recorder has a line for this capture of the process."""
     is_first: bool
-    """True if the captured step is the first of the run, which warms up, by the flight recorder's lines."""
+    """True if the flight recorder's first line is of the captured step, which therefore includes the
+    warm-up."""
 
 
 def uncaptured_near(

@@ -185,7 +185,7 @@ def create_once(path: Path, since_ns: int) -> bool:
     Return True also if the file cannot be created.
 
     Args:
-        since_ns: Wall time in ns. An older file, as of the run before a resume, is replaced.
+        since_ns: Unix time in ns. An older file, such as one from before a resume of the run, is replaced.
     """
     try:
         with suppress(FileNotFoundError):
@@ -251,7 +251,7 @@ MAX_BYTES = 64 << 20
 """Size of the largest file that is read as a whole, in bytes."""
 T = TypeVar("T")
 _making = Lock()
-"""A lock, because msgspec inspects a type on first use, and crashes if two threads do this at once."""
+"""Lock for the first use of a type in msgspec, which crashes if two threads inspect a type at once."""
 
 
 def open_file(path: Path) -> BinaryIO:

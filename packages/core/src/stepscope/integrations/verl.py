@@ -203,8 +203,8 @@ def _trace_state(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> AbstractContextManager[None]:
-    """Return verl's annotation. If annotations are on and a capture is open, the annotation is within a span,
-    perhaps the preset's.
+    """Return verl's annotation. If annotations are on and a capture is open, the annotation runs in a span,
+    which the preset may have opened already.
     """
     theirs = trace(*args, **kwargs)
     if slot.active is None or not logger.enabled():

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 TOOL = "stepscope"
 """Name of the tool in verl's configuration."""
 _AS_TORCH = {"tool": "torch", "finish_hook_cmd": None}
-"""Values that are replaced in a block of verl's configuration that names the tool. verl runs the finish
-command itself."""
+"""New values for each block of verl's configuration that names the tool. verl itself runs the finish
+command."""
 _SPANS_ALONE: Mapping[str, object] = {"*": {"profiler": "off", "engine": {"profiler": "off"}}}
 
 Method = Callable[..., Any]

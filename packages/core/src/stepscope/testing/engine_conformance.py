@@ -47,7 +47,7 @@ _OPTIONS: Mapping[str, object] = {
     "by_stage": True,
     "merge": True,
 }
-"""{option that an engine may not support: a value that needs the support}."""
+"""{option that an engine may not support: a value that differs from the default}."""
 
 
 def _on_the_loop(

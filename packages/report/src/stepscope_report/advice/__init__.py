@@ -251,8 +251,8 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
     direction: Direction
     """Direction of the change. `on` turns a switch on."""
     predicted_saving_ns: int | None = None
-    """Time per step that what-if predicts the change to save. None if what-if cannot predict this change or
-    predicts no saving."""
+    """Time per step in ns that the change saves, as predicted by what-if. None if what-if cannot predict this
+    change or predicts no saving."""
     error_ns: int | None = None
     """Uncertainty of the prediction in ns: the distance from the prediction to the farther end of its 95 %
     interval. None without a prediction."""
@@ -295,12 +295,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     causes: Sequence[OtherCause] = ()
     """Causes within the step, the largest saving first."""
     beside_ns: int | None = None
-    """Part of the step's excess, in ns, that a comparison with profiled steps explains, so that the profiler
-    is not its cause. None if no captured step near this one took less, or if one of those was not
-    profiled."""
+    """Part in ns of the time by which the step was longer than usual, as explained by faster profiled steps.
+    The profiler did not cause this part, because it slowed those steps too. None if no captured step near
+    this one was faster, or if a faster one was not profiled."""
     is_explained: bool = False
-    """True if all causes together, also those by other steps, explain half of the time by which the step was
-    longer than usual."""
+    """True if all causes together explain half of the time by which the step was longer than usual. Causes
+    found by comparison with other steps count too."""
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None

@@ -89,7 +89,7 @@ def exposed_copies(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def _copies(evidence: TraceEvidence) -> list[tuple[str, Kernel]]:
-    """Return the copies of each process by its name."""
+    """Return (name of the process, copy) for each kind of copy."""
     of_all = ((one.name, kernel) for one in evidence.activities for kernel in one.content.kernels)
     return [(name, kernel) for name, kernel in of_all if kernel.work == "memory"]
 
@@ -143,8 +143,8 @@ def is_single(kernel: str) -> bool:
 
 
 def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if matrix products in single precision took a fifth of a process' computation, and half of them
-    1 % of its time.
+    """Advise if matrix products in single precision took a fifth of a process' computation, and half of their
+    duration is at least 1 % of the process' time.
     """
     single = [
         (activity.name, kernel)

@@ -163,7 +163,7 @@ def _cut_off(stage: Stage, evidence: Evidence) -> bool:
 
 _TRAINS = ("actor", "trainer")
 _PLACES = 3
-"""Largest number of further places that blocked an event loop which advice names."""
+"""Largest number of further blocking places that advice on an event loop names."""
 COLLECTING = 5
 """Percentage of the step that the garbage collector must take for advice."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def _run_the_one_behind() -> None:
-    """Run the next `sitecustomize` on the path, of the distribution or another tool, which this module
-    hides.
+    """Run the next `sitecustomize` on the path, which this module hides: the distribution's, or another
+    tool's.
     """
     here = Path(__file__).resolve().parent
     behind = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
