@@ -367,7 +367,7 @@ class _Answer:
         return [self._silent(key)] if known is None else self._of[key] or [self._idle(known.state)]
 
     def _lacks(self, call: Call, state: ProcessState) -> tuple[int, ...]:
-        """Return the ranks of the job that are not in the collective that was called at the same place. If
+        """Return the ranks of the job that are not in the same collective, called from the same place. If
         all ranks that answered are in the collective, return the ranks that did not answer.
         """
         site, peers = self._site(call), self._peers[self._jobs[state.process.key]]
@@ -427,7 +427,7 @@ class _Answer:
         awaited = self._awaited_by_the_step()
         self._waited_by = set().union(*self.edges)
         for group in groups:
-            # First the call at the rarest place. Of several, the youngest may have skipped a collective.
+            # First the youngest call at the rarest place, which may have skipped a collective.
             places = {at: (self.calls[at].collective, self.calls[at].where) for at in group}
             same = Counter(places.values())
             group.sort(key=lambda at, places=places, same=same: (same[places[at]], self.calls[at].age_ns))  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """One captured step: its processes, spans and counters, and the reasons why it is not complete.
 
-Every time is an integer in unix ns on the wall clock of the capture's owner. The exception are times of an
-unaligned process, which are on its own clock: only durations of its spans are meaningful.
+Every time is an integer in unix ns on the wall clock of the capture's owner. Times of an unaligned process
+are on its own clock instead: only durations of its spans are meaningful.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     process: int
     """Index in `Timeline.processes`."""
     parent: int | None
-    """Index of the parent in `Timeline.spans`, or None. A carrier can make the parent a span of another
+    """Index of the parent in `Timeline.spans`, or None. With a carrier, the parent can be a span of another
     process."""
     role: str
     stage: str
@@ -182,9 +182,7 @@ class EnginePasses(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> list[int]:
-        """Number of the first row of each pass in `noted.served`. The last value is the number of
-        all rows.
-        """
+        """Index in `noted.served` of the first row of each pass, then the number of all rows."""
         return list(accumulate(self.noted.passes.requests, initial=0))
 
 
@@ -222,7 +220,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
-    """The manifest, or None if no process left its part."""
+    """The manifest, or None if no process left a part of the manifest."""
     tracer: str = ""
     """Name of the other tracer that recorded all spans of the step; empty if stepscope recorded the step."""
     problems: tuple[FileProblem, ...] = ()
@@ -246,8 +244,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     previous_end_ns: int | None = None
     """End of the step before, captured or not, or None if unknown."""
     owner_went_on: bool = False
-    """True if the owner closed its capture by the flight recorder's lines, even if its own files do not say
-    so, because its disk was full."""
+    """True if the flight recorder's lines show that the owner closed its capture. A full disk may have kept
+    the closing out of the owner's own files."""
     regular: frozenset[str] = frozenset()
     """Large stages that come in every n-th step, an evaluation for example: `role/stage` of top spans."""
     warms_up: bool = False

@@ -2,8 +2,8 @@
 
 All spans together are one step, from the first to the last. The process of the longest root span is the
 owner, and clocks of other hosts are assumed to be right. The outermost span of each agent is a trajectory.
-Without agents, the outermost spans of the stage `trajectory` are; without such spans, the root span of each
-trace that calls a model, if there are several.
+Without agents, each outermost span of the stage `trajectory` is one. Without such spans, each root span with
+a call to a model is one, if there are at least two.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _outermost(spans: Sequence[Span], is_one: Callable[[Span], bool]) -> list[in
 
 
 def _calling_roots(spans: Sequence[Span]) -> list[int]:
-    """Return the root spans with a call to a model below them; empty unless there are several."""
+    """Return the root spans with a call to a model below them; empty if there is only one."""
     roots = {
         above
         for span in spans

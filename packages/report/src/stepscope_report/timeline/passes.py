@@ -55,10 +55,11 @@ class RequestKey(NamedTuple):
 def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
     """Return {request: index in `timeline.spans` of the span that names the request}.
 
-    If several spans name a request, the last one in a trajectory counts (the innermost), else the first one.
+    If several spans name a request, the last one in a trajectory counts (the innermost). If none is in a
+    trajectory, the first one counts.
 
-    Engines may use the same request id. Such an id counts only if the span's replica is known. Spans of
-    another role whose replica has the same number as one of these engines do not count.
+    Several engines may use one request id. Then a span counts only if its replica is known. Spans of replicas
+    in `Timeline.shared_numbers` do not count.
     """
     by_name: dict[object, list[RequestKey]] = defaultdict(list)
     for at, engine in enumerate(timeline.passes):

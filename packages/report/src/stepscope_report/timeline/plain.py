@@ -56,7 +56,8 @@ _MARK = b'"displayTimeUnit":"ms","baseTimeNanoseconds":'
 _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
 _APART_NS = 60_000_000_000
-"""Time between the traces of two runs, in ns. The clocks of two hosts of a run differ by less."""
+"""A longer time than this (in ns) between two traces separates two runs. The clocks of a run's hosts differ
+by less."""
 _UNALIGNED = Aligned(Placement([(0, 0)]), ProcessClock(alignment="unaligned"))
 _ALONE = Aligned(Placement([(0, 0)]), ProcessClock(alignment="owner", uncertainty_ns=0))
 _TIMELESS = Aligned(Placement([(0, 0)]), ProcessClock(alignment="assumed"))
@@ -235,7 +236,7 @@ def _is_trace(file: FoundFile) -> bool:
 
 
 def _is_of_npu(path: Path) -> bool:
-    """Return whether a file is what torch_npu writes for readers, as text or as a database."""
+    """Return whether a file is a result of torch_npu that can be read: a JSON trace or a database."""
     return path.parent.parent.name.endswith(_ASCEND) and (
         path.name == "trace_view.json" or path.match("ascend_pytorch_profiler*.db")
     )

@@ -23,7 +23,7 @@ _MOST = 8
 
 
 class Lost(NamedTuple):
-    """The result for a part that no process could read, because its machine is gone."""
+    """The result for a part that no process could read, because the machine with the part's files is gone."""
 
     why: str
 
@@ -107,7 +107,7 @@ def idle_cores() -> int:
 def results(
     executor: Executor, function: Callable[[_P], _R], parts: Sequence[_P], files: Sequence[Sequence[Path]]
 ) -> Generator[_R | Lost, None, None]:
-    """Yield the function's result for each part, in their order.
+    """Yield the function's result for each part, in the order of the parts.
 
     If a child process dies, this process handles the remaining parts. Close the generator if you stop early.
 

@@ -22,18 +22,18 @@ from stepscope_report.timeline.trace_files import NO_HOST, TraceFile
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """Roles in the order of their rows, from the top. Other roles follow by name."""
 _SECOND_NS = 1_000_000_000
-"""Rows of processes without a known clock are drawn at least this long (in ns) after the end of the step."""
+"""Shortest time in ns from the end of the step to rows of processes without a known clock."""
 _BASE_NS = 1000 * _SECOND_NS
-"""Distance between stepscope's own bases in ns. Times since 1970 then keep their last digits of seconds, so
-that one replacement fits more events."""
+"""Stepscope's own bases are multiples of this, in ns. Times since 1970 then keep the last three digits of
+their seconds, so that one replacement fits more events."""
 _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
 
 The processor reads `ts` as a double in us. Doubles are half a ns apart below 2^42 us, and a ns apart below
-2^43 us. The processor rounds the double times 1,000, which is a whole number from 2^52 on. Between these
-ranges (days 50.9 to 52.1), one in four times would be a ns late. A slice that ends together with its parent
-would then end after the parent, and Perfetto would not show it."""
+2^43 us. The processor multiplies the double by 1,000 and rounds. From 2^52 on, the product is a whole number.
+Between these ranges (days 50.9 to 52.1), one in four times would be a ns late. A slice that ends together
+with its parent would then end after the parent, and Perfetto would not show it."""
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
@@ -41,8 +41,8 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
 
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`, or None if the process left neither spans nor a part (an engine's
-    worker)."""
+    """Index in `Timeline.processes`, or None if the process left neither spans nor a part of the manifest (an
+    engine's worker)."""
     clock: Process | None
     """The process whose clock places the row's traces, or None if there is none."""
     unaligned: str | None = None

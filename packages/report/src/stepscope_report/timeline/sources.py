@@ -307,7 +307,9 @@ def read_sources(
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFile | None) -> Source | None:
-    """Return the process that wrote the files, or None if neither its part nor its spans identify it."""
+    """Return the process that wrote the files, or None if neither its part of the manifest nor its spans
+    identify it.
+    """
     header, end = (file.header, file.end) if file is not None else (None, None)
     record = header or part
     if record is None:
@@ -324,7 +326,7 @@ def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFi
 
 
 def _closed(part: ProcessPart, whole: Set[str]) -> ProcessPart:
-    """Return a process' part in which no item waits for the closing of the capture, because the span file
+    """Return the part of the manifest without items that wait for the closing of the capture: the span file
     shows that the capture was closed.
 
     A full disk may have prevented the last update of the part.

@@ -23,7 +23,7 @@ from stepscope_report.timeline.tree import cut_cycles, requests
 NOBODY = -1
 """The caller of roots, and of spans that nothing in this step waits for."""
 CLOSE_NS = 10_000_000
-"""Longest gap in ns between a call and what follows from it, or a twentieth of the call's time if longer."""
+"""Longest gap in ns between a call and its effect, or a twentieth of the call's time if that is longer."""
 _TOGETHER_NS = 2_000_000
 """Longest time in ns between the ends of calls that end together, or a fiftieth of the time from the first
 begin to the last end if that is longer."""
@@ -35,7 +35,7 @@ def is_close(gap_ns: int, call_ns: int) -> bool:
 
 
 class Cluster(NamedTuple):
-    """All calls without a recorded caller that overlap each other at one time of a node."""
+    """Calls without a recorded caller in a node's time. Calls of different clusters do not overlap."""
 
     start_ns: int
     end_ns: int
@@ -85,7 +85,9 @@ class StepGraph(NamedTuple):
 
     @property
     def owners(self) -> list[int]:
-        """Return the roots of the processes that opened a capture of the step, at least the first process."""
+        """Return the root of the first process, and the roots of aligned processes that opened a capture of
+        the step.
+        """
         return [
             len(self.spans) + number
             for number, process in enumerate(self.timeline.processes)
@@ -309,8 +311,7 @@ class _Builder:
         return calls + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
 
     def _not_awaited_tasks(self, calls: Iterable[int], waits: Iterable[int]) -> list[int]:
-        """Place trajectories of a thread that end in a wait of the thread in that wait. Return the other
-        calls.
+        """Place each trajectory that ends in a wait of its thread in that wait. Return the other calls.
 
         Only waits outside of trajectories count. Such a wait and the trajectories are tasks of one event
         loop.
@@ -391,9 +392,7 @@ class _Builder:
         return joined((self._start[node], self._end[node]) for node in nodes)
 
     def _overlapping(self, nodes: Iterable[int]) -> Iterator[list[int]]:
-        """Yield the nodes in groups, in order. Between two groups there is a moment in which none of the
-        nodes runs.
-        """
+        """Yield the nodes in groups, in order. Nodes of different groups never overlap."""
         members: list[int] = []
         end_ns = 0
         for node in sorted(nodes, key=lambda node: (self._start[node], node)):
@@ -471,8 +470,8 @@ class _Builder:
     def _across_roles(
         self, collectives: Mapping[tuple[object, ...], Mapping[int, int]]
     ) -> Iterator[Mapping[int, int]]:
-        """Yield {process: call} of each collective. Calls of several roles that end together are one, such as
-        a broadcast of weights. Other roles have groups of the same name, in which they count for themselves.
+        """Yield {process: call} of each collective. Calls of several roles are one collective if they have
+        the same group and number, overlap, and end together, such as a broadcast of weights.
         """
         of_roles: dict[tuple[object, ...], list[Mapping[int, int]]] = defaultdict(list)
         for (_, *rest), ranks in collectives.items():
@@ -510,8 +509,8 @@ class _Builder:
         they end together.
 
         On a busy host, or with work after the collective, calls end at slightly different times. Then it is
-        enough if the ends are closer together than a tenth of the begins, over all turns whose begins are far
-        enough apart to judge.
+        enough if the ends spread over at most a tenth of the time over which the begins spread, in the sum of
+        all turns whose begins are far enough apart to judge.
         """
         usual_ns = median_low(turn.spread_ns for turn in turns)
         telling = [turn for turn in turns if turn.is_apart and turn.apart_ns >= 4 * usual_ns]
@@ -528,7 +527,7 @@ class _Turn(NamedTuple):
     spread_ns: int
     """Time in ns from the first end to the last end."""
     whole_ns: int
-    """Time from the first begin to the last end."""
+    """Time in ns from the first begin to the last end."""
     overlaps: bool
     """True if no call ends before the last call has begun."""
 

@@ -1,4 +1,4 @@
-"""Parents of spans across processes, causes of spans without a carrier by the names of requests, and ends of
+"""Parents of spans across processes, causes of spans that have no carrier but name a request, and ends of
 collectives of which only the begins are known.
 """
 
@@ -206,7 +206,9 @@ class _Threads:
         return until_ns - span.start_ns >= _LEAST_NS and is_still and self.around(at, until_ns) is not None
 
     def around(self, at: int, until_ns: int) -> int | None:
-        """Return the innermost call of the span's thread from the span's begin to `until_ns`, or None."""
+        """Return the innermost call of the span's thread that runs from the span's begin to `until_ns`, or
+        None.
+        """
         span = self._spans[at]
         around = (
             other

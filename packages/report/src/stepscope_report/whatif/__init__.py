@@ -34,8 +34,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     """Start of the call in ns after the start of its phase."""
     wait_ns: int = 0
-    """Part of the call in ns that was waiting: of a tool for a place in the pool, of a generation for a
-    slot."""
+    """Time in ns for which the call waited: a tool for a place in the pool, a generation for a slot."""
     replica: int | None = None
     """Index of the generation's replica in `Rollout.replicas`. None for calls that are no generations."""
     tokens: int | None = None
@@ -140,10 +139,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 _QUEUED = 0.02
 """Smallest ratio of waiting to work from which tools, or requests, count as queued."""
 _FULL = 0.9
-"""Share of the time with a queue in which a replica must serve the same number of requests for that number to
-be its limit."""
+"""Smallest share of the time with a queue in which a replica serves one number of requests, if that number is
+its limit."""
 _HANDED_ON = 0.9
-"""The driver counts as limited if at least this share of later trajectories start when another one ends."""
+"""Smallest share of later trajectories that start when another one ends, if the driver is limited."""
 _HAND_OVER_NS = 2_000_000
 """A place that was free for less than this counts as handed on directly."""
 
@@ -169,7 +168,7 @@ def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Tra
     tool waited.
 
     A wait is inside the tool's span if a span below shows the wait. A wait can also be before the span: the
-    end of the gap before the tool, for as long as all places of the pool were occupied.
+    last part of the gap before the tool, while all places of the pool were occupied.
     """
     tools = [call for trajectory in trajectories for call in trajectory.calls() if call.kind == "tool"]
     worked = [(call.start_ns + call.wait_ns, call.end_ns) for call in tools]
@@ -255,9 +254,7 @@ def slots_of_passes(engines: Iterable[EnginePasses]) -> int | None:
 
 
 def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
-    """Return the ns for which requests waited for a replica, by the number of requests that the replica then
-    served.
-    """
+    """Return {number of requests that a replica served: ns for which other requests waited for it}."""
     changes = sorted(
         change
         for call in calls

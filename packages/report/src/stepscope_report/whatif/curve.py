@@ -6,15 +6,15 @@ The fit finds the rates of maximum likelihood, for tokens that arrive at random,
 Richardson and Lucy, which keeps the rates positive.
 
 The rates are ordered: with more requests in flight, the tokens per second of a replica do not fall, and those
-of one request do not rise. Without this order, rates were far off at numbers that few requests saw.
+of one request do not rise. Without this order, rates are far off for numbers of requests that are rare.
 
 Requests that wait inside the engine are in flight too, so that the limit of an engine is a flat part of the
 curve. If spans show the queue, only requests that are being served are in flight.
 
 Between measured numbers of requests, the replica's tokens per second are interpolated. Below the smallest
 measured number, a request has the rate of that number. Above the largest, the replica's tokens per second
-stay constant. These values are lower bounds. `Curve.beyond` raises them, at most until the curve continues
-with its slope.
+stay constant. These values are lower bounds. `Curve.beyond` raises them, at most to values that continue the
+curve's slope.
 
 If engines recorded their forward passes, the curve is measured from the passes instead (`measured`).
 

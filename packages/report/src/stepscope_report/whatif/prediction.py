@@ -11,16 +11,15 @@ three choices. Models with the first alternatives are tried first:
 1. The measured curve, or the fitted curve.
 2. The queue for replicas that spans show, or replicas that serve all requests at once.
 3. The recorded tokens as the work of a generation (`work: tokens`), or the tokens that the curve gives for
-   its measured duration (`work: durations`).
+   the generation's measured duration (`work: durations`).
 
 If no model fits, or the tokens explain the durations badly, there is no prediction.
 
 The interval holds 95 % of the ratios, by Student's t of their logarithms over a few rounds. Each round draws
 trajectories with replacement, fits the curve to them, and replays them without and with the changes. To
-include the residual of the fit, a round draws the work of each generation at random between its tokens and
-the work by its duration. For numbers of requests that were not measured, a round draws the curve at random
-between the lower and the upper bound. The misfit of the unchanged replay is added to both ends of the
-interval.
+include the residual of the fit, a round draws the work of each generation at random between these two kinds
+of work. For numbers of requests that were not measured, a round draws the curve at random between the lower
+and the upper bound. The misfit of the unchanged replay is added to both ends of the interval.
 """
 
 from __future__ import annotations

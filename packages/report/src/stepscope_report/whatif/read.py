@@ -55,7 +55,7 @@ def read_step(timeline: Timeline) -> Step:
     """Return the parts of the step that a replay needs.
 
     Raises:
-        RecordError: the step has no trajectories, no trajectory generates, or the step waits for none.
+        RecordError: the step has no trajectories, no trajectory generates, or the step consumes none.
     """
     rollout = _Reading(timeline).rollout()
     before, after = _driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
@@ -206,7 +206,7 @@ class _Reading:
         yield from self._calls_without_spans(root, begin_ns)
 
     def _calls_without_spans(self, root: int, begin_ns: int) -> Iterator[Call]:
-        """Yield the requests of a trajectory that a turn names but that have no span of a call."""
+        """Yield the requests that a turn of a trajectory names, if they have no span of a call."""
         around = self._timeline.spans[root]
         for index in self._members[around.trajectory or ""]:
             if _kind(self._timeline.spans[index]) is not None or self._is_inside(index):
@@ -229,7 +229,7 @@ class _Reading:
                     )
 
     def _requests_of(self, indices: Iterable[int]) -> list[_Request]:
-        """Return the recorded requests that the spans of a call, or spans below the call, name."""
+        """Return the recorded requests that are named by a call's spans or by spans below them."""
         inner = [below for index in indices for below in self._indices(index)]
         return [self._request(key) for index in inner for key in self._requests[index]]
 

@@ -207,8 +207,8 @@ def assignment(
     """Return the replica of each generation by trajectory. None to use the replica with the fewest requests
     at that time.
 
-    If only the number of replicas changes, trajectories are assigned to the replicas in turn; or single
-    generations, if measured trajectories used several replicas.
+    Without a change of `balance`, generations keep their replicas. If the number of replicas changes,
+    trajectories are assigned to the replicas in turn, or generations if a trajectory used several replicas.
 
     Args:
         works: Tokens that each generation needs, by `Call.number`.

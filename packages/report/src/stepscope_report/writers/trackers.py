@@ -1,6 +1,7 @@
 """Writers of a step's figures and page to experiment trackers.
 
-Each writer imports the package of its tracker, which the configuration and `load_writers` check.
+Each writer imports the package of its tracker. The configuration and `load_writers` check that it is
+installed.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ the last step in a complete row."""
 
 
 def to_wandb(step: ReportedStep) -> None:
-    """Log the figures and the page to Weights & Biases, in the run that the training logs to. Without such a
-    run, in a new run.
+    """Log the figures and the page to Weights & Biases, in the run that the training logs to, or else in a
+    new run.
 
     The service process of W&B holds the training's run and accepts records from other processes too, online
     and offline. For a new run, the WANDB_* variables set project, entity, group and mode.

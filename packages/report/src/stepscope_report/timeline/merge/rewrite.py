@@ -85,9 +85,7 @@ class Rewriter:
         return text
 
     def _repeated(self, array: bytes) -> tuple[bytes, int] | None:
-        """Rewrite an array of known metadata like `Template.rewritten`, or return None if some metadata are
-        unknown.
-        """
+        """Return the rewritten events of an array and their number, or None unless all are known metadata."""
         period = max(1, array.find(array[1 : 1 + _CYCLE], 2) - 1)
         unit, times = array[1 : 1 + period], (len(array) - 3) // period
         end = 1 + times * period
@@ -114,7 +112,9 @@ class Rewriter:
         return b",\n".join(events)
 
     def _parts(self, array: bytes) -> Iterator[Text]:
-        """Yield metadata and counters separately, and split many other events into halves."""
+        """Yield the rewritten parts of an array, with metadata and counters apart. If all events are of other
+        kinds and many, yield two halves.
+        """
         elements = raw_elements(array)
         self._repeating = False
         if self._cut != (None, None) or len(elements) <= _FEW:

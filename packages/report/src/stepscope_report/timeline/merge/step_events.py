@@ -52,7 +52,7 @@ def pack(intervals: Sequence[Interval]) -> list[int]:
     Two intervals in a lane are nested or disjoint. An interval gets its parent's lane if it fits there:
     within the parent and beside its siblings. All other intervals get the lowest lane in which nothing runs
     at their start: intervals without a parent, children that outlive their parent, and concurrent siblings.
-    If all children fit, there are as many lanes as intervals without a parent that overlap at one time.
+    If all children fit, the number of lanes is the largest number of intervals without a parent that overlap.
     """
     lanes = [-1] * len(intervals)
     stacks: list[list[int]] = []
@@ -226,7 +226,7 @@ class Drawn:
 
     def launches(self, row: Row) -> EngineLaunches | None:
         """Return the launches that the events of a row's traces are added to. Return None if the row is
-        unaligned, or belongs to no engine with drawn passes, or to several.
+        unaligned, or if none or several engines of its replica have drawn passes.
         """
         engines = [at for at in self._passes_at if self._timeline.passes[at].replica == row.info.replica]
         if len(engines) != 1 or row.unaligned is not None:

@@ -72,8 +72,8 @@ _MARKED_ID, _MARKED_TIME = b'"%b1"' % _KEY, b'"%b2"' % _KEY
 _MARKED_PID = 10**15 + _DRAWN % 10**13 * 100
 """The mark of the row's pid. The marks of other pids in the file are the next numbers, at most `_NEEDLES`."""
 _MARKED_TID = 10**9 + _DRAWN % 10**7 * 100
-"""The number in front of the tids of the row's pid. Other pids in the file have the next numbers. With nine
-digits of a tid behind, the marks are below 2^63."""
+"""The number in front of the tids of the row's pid. Other pids in the file have the next numbers. For tids of
+up to nine digits, the marks are below 2^63."""
 _OF_ID = -1
 
 split: Callable[[bytes, bytes], Sequence[bytes]] = (
@@ -330,7 +330,7 @@ def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | N
     if len(numbers) > _SECONDS or not alike or numbers[0] == 0 or numbers[0] + shift <= 0:
         return None
     needles = [_Needle(b"%b%d" % (start, number), b"%b%d" % (start, number + shift)) for number in numbers]
-    # No wider than that: `"ts": 44` is also how 443 seconds begin.
+    # The range is exact, because needles also match longer times: `"ts": 44` begins 443 seconds too.
     first, last = ((number + shift) * _SECOND_US * unit for number in (numbers[0], numbers[-1]))
     return _Times(first, last + _SECOND_US * unit, tuple(needles))
 

@@ -1,6 +1,6 @@
 """Readers of files as events, and the contract for further ones (`stepscope.readers`).
 
-`chrome` splits the JSON of Chrome traces; `timeline.activity.content_reader` makes numbers of their events.
+`chrome` splits the JSON of Chrome traces; `timeline.activity.content_reader` turns the events into numbers.
 """
 
 from stepscope_report.timeline.readers.chrome import chrome_events

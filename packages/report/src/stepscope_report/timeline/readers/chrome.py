@@ -1,7 +1,7 @@
 """Reader of Chrome traces, plain or gzip, as torch (Kineto), the engines and others write them.
 
 A file is an object with the field `traceEvents`, before or behind other fields, or only this field's array.
-Format: "Trace Event Format", Google; of an event's fields these matter here: ph, pid, tid, ts, dur and id.
+Google's "Trace Event Format" describes events. Their fields ph, pid, tid, ts, dur and id matter here.
 Absolute unix time in ns = `ts` (us) * 1000 + `baseTimeNanoseconds` (Kineto from 2024 on).
 """
 
@@ -37,8 +37,8 @@ _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
 """Number of bytes of the first block, which is read twice: most files have fewer before their events."""
 _FIRST_BLOCKS = 64
-"""Largest number of blocks of `_FIRST_BLOCK` bytes that are searched for the first time of an event, because
-metadata may come before it."""
+"""Largest number of blocks of `_FIRST_BLOCK` bytes that are searched for times of events. Metadata, which
+have no times, may come first."""
 _LAST_BLOCKS = 4
 """Number of blocks at the end that are searched for the fields behind the events."""
 

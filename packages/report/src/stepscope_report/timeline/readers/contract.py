@@ -104,7 +104,7 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the timeline. A reader yields a track before the track's first event, and again with a
     better name.
 
-    Tracks of one process that have one name are one track, also across the files that one reader reads.
+    Tracks of one process with the same name are one track, also across the files that one reader reads.
     """
 
     track: int
@@ -136,8 +136,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Kineto's category if one fits, else None: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`,
     `cpu_op`, `user_annotation`, `communication`."""
     args: Mapping[str, object] | None = None
-    """Arguments by name. `correlation` of a kernel is the integer that the call that launched the kernel has
-    too."""
+    """Arguments by name. A kernel and the call that launched it have the same integer `correlation`."""
 
 
 class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -151,7 +150,7 @@ class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Values of a counter from this moment on. Its process and its name identify a counter."""
+    """Values of a counter from one moment on. A counter is identified by its process and its name."""
 
     track: int
     name: str

@@ -19,7 +19,8 @@ LONGEST = 8 << 20
 _CANDIDATES = 256
 """Number of braces, from the end of a piece, that are tried as the start of an element."""
 _SPARE = 100
-"""Number of calls whose stack is kept free for later decoding: msgspec limits calls and brackets together."""
+"""Number of brackets added around an element when it is checked, so that it can also be decoded at a greater
+depth of calls: msgspec limits the sum of calls and brackets."""
 BARREN = 2 * LONGEST
 """Number of bytes without an event after which the search ends."""
 _REACH = 4
@@ -57,8 +58,8 @@ class Elements(Generic[T]):
 
     Reading takes linear time, whatever the text is. Text that is no sound JSON is split where events seem to
     begin. Brackets are counted only in a part that is still no JSON. The search beyond such a part is limited
-    to a multiple of the text's size. An element that does not end is looked at again when the text has grown
-    to twice its size, and given up at `LONGEST`.
+    to a multiple of the text's size. An element without an end is looked at again each time its text has
+    doubled, and given up at `LONGEST`.
     """
 
     def __init__(self, notes: Notes, parse: Callable[[bytes], T]) -> None:
@@ -148,7 +149,7 @@ class Elements(Generic[T]):
     def _walk(
         self, text: bytes, at: int, bound: int, limit: int, last: bool, sound: list[bytes]
     ) -> tuple[int, int]:
-        """Add the sound elements of a part to `sound`, by its strings and brackets.
+        """Find the elements of a part by strings and brackets, and add the sound ones to `sound`.
 
         Args:
             bound: The end of the part. Events follow, unless this is the end of the text.

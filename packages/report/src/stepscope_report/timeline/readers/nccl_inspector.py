@@ -1,7 +1,7 @@
 """Reader of the JSON lines that the Inspector plugin of NCCL and RCCL writes: one for each finished call.
 
 A line names a call's communicator, size and duration. It states only when the line was written, which may be
-long after the call, so calls are not drawn. A line has the size of one rank's part. For a gather, nccl-tests
+long after the call, so calls are not drawn. The size is that of one rank's part. For a gather, nccl-tests
 counts the parts of all ranks.
 
 The layout is that of `plugins/profiler/inspector` of NCCL (format v4.0, June 2026). This

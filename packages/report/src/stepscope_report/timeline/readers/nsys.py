@@ -43,9 +43,9 @@ DIAGNOSTIC = "DIAGNOSTIC_EVENT"
 WARNING, ERROR = 2, 3
 """DIAGNOSTIC_EVENT.severity."""
 WARNS = "nsys warns: "
-"""Beginning of a problem of a file that is a warning of nsys, mostly on what it did not record."""
+"""Beginning of a file's problem that quotes a warning of nsys. Most warnings are about missing records."""
 MARK, THREAD_NAME, DOMAIN, PUSH_POP, START_END = 34, 39, 75, (59, 70), (60, 71)
-"""NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
+"""Values of NVTX_EVENTS.eventType. 70 and 71 are ranges that were imported as text."""
 _WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
 _JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _JSON_HEAD = 1 << 12
@@ -180,8 +180,8 @@ class _Export:
                 raise RecordError("it holds no export of nsys (no StringIds)")
             failing.pop_all()
         self._owned = self._linked = False
-        """True if temporary tables have the process of each correlation, and link each device event to the
-        call that launched it.
+        """True once temporary tables exist: with the process of each correlation (`_owned`), and with the
+        first device event of each call (`_linked`).
         """
 
     def close(self) -> None:
@@ -258,7 +258,9 @@ class _Export:
         yield from ()
 
     def _link(self) -> Iterator[Event]:
-        """Store on disk the first device event that each call launched, because arrows connect the two."""
+        """Store on disk the first device event that each call launched, because an arrow connects event and
+        call.
+        """
         linked = [device.table for device in DEVICES if self._has(device.table, "correlationId")]
         if not linked or not self._has(RUNTIME, "correlationId", "globalTid"):
             return
