@@ -89,8 +89,8 @@ def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
 def _runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> list[Mark]:
     """Return the stage that ran at each instant from `start_ns` to `end_ns` (unix ns), as marks.
 
-    If several leaves run, work comes before waiting, and then the first stage by name. A time in which
-    nothing ran has no mark.
+    If several innermost calls run, work comes before waiting, and then the first stage by name. A time in
+    which nothing ran has no mark.
     """
     zero_ns = timeline.window.start_ns
     work = work_of(timeline, indices)
@@ -160,9 +160,10 @@ def _fit(
     thin: Callable[[_Drawn, int], _Drawn],
     count: Callable[[_Drawn], int],
 ) -> tuple[_Drawn, int]:
-    """Thin a chart until it has at most `budget` marks. Return (chart, ns below which neighbours are united).
+    """Thin a chart until it has at most `budget` marks. Return (chart, length in ns below which neighbours
+    are united).
 
-    The limit begins at 1/2048 of the window, half a pixel of a laptop's screen. It doubles until the marks
+    This length begins at 1/2048 of the window, half a pixel of a laptop's screen. It doubles until the marks
     fit, up to an eighth of the window.
     """
     shortest_ns = 0
@@ -233,11 +234,12 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
     spans: int
     """Number of all spans of the step."""
     shortest_ns: int
-    """Length in ns. Neighbouring marks that are shorter, or less far apart, are drawn as one mark."""
+    """Length in ns. Neighbouring marks are drawn as one mark if they are shorter than this, or nearer than
+    this to each other."""
 
 
 def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS) -> Gantt:
-    """Return the chart of one step, whose table is `stages`.
+    """Return the chart of one step. `stages` is the step's table of stages.
 
     Positions of marks are exact, except those of united marks.
     """

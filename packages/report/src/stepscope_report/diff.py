@@ -31,9 +31,9 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     step_ns: int
     """Mean time of a step, without opening and closing its capture. The lines of this side add up to it."""
     opening_ns: int
-    """Mean time for opening the capture of a step, which comes before the step."""
+    """Mean time that opening the capture takes before each step."""
     closing_ns: int
-    """Mean time for closing the capture of a step, which comes after the step."""
+    """Mean time that closing the capture takes after each step."""
     complete: bool
     """True if every step is complete."""
 
@@ -78,7 +78,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of times that overlap the lines, such as the forward pass. Empty unless both sides are traces
     that stepscope did not write."""
     labels: tuple[Change, ...] = ()
-    """Changes of the CPU time of labels, the largest change first. Empty as `phases`."""
+    """Changes of the CPU time of labels, the largest change first. Empty in the same cases as `phases`."""
     kernels: KernelDiff | None = None
     """The changes of kernels, or None if the traces were not read."""
 
@@ -101,7 +101,7 @@ class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The self time of an operator, or the time of a kernel, on both sides: per step and profiled process."""
+    """The self time of an operator, or the time of a kernel, per step and profiled process on both sides."""
 
     role: str
     stage: str | None
@@ -132,7 +132,7 @@ _Key = tuple[LineKind, str | None, str | None]
 
 
 def diff(a: Sequence[StepReport], b: Sequence[StepReport], *, kernels: KernelDiff | None = None) -> Diff:
-    """Compare the reports of two sides. A side of several steps is compared by their mean.
+    """Compare the reports of two sides. A side of several steps is compared by the mean of these steps.
 
     Args:
         kernels: The comparison of the same steps' traces, from `kernel_diff`.

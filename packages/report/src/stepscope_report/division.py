@@ -1,4 +1,6 @@
-"""Division of time among spans: each instant is attributed to the running leaves of the lowest tier."""
+"""Division of time among spans. Each instant is attributed to the leaves of the lowest tier. A leaf is a
+running span with no running span below it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from stepscope_report.spans import ReplicaKey, ToolNames, is_tool, label_of, rep
 from stepscope_report.timeline import Span, Timeline
 
 STALLED: Label = ("profiler", "engine trace")
-"""Label of engines that serve nothing because of their own profiler."""
+"""Label of the time in which engines serve nothing because of their own profilers."""
 NOT_KNOWN: Label = ("", "not known")
 """Label of time in which it is unknown what the step waited for."""
 WINDOWS: Label = ("profiler", "windows of stages")
@@ -148,7 +150,7 @@ def _engine(timeline: Timeline, span: Span) -> ReplicaKey | None:
     """Return the engine that a span waits for: `_ANY` if the span names no engine. None if no engine stalled,
     or if the span waits for no engine.
 
-    A turn without a span below it waits for the model: tools have spans of their own.
+    A turn without a span below it waits for the model, because tools have spans of their own.
     """
     if not timeline.stalls or is_tool(span.role, span.stage):
         return None

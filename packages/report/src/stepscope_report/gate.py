@@ -78,7 +78,7 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
     """Compare both sides with the limits. If several limits match a stage, the last limit counts.
 
     Raises:
-        ConfigError: a pattern matches no stage that the compared steps time, or the sides have no
+        ConfigError: a pattern matches no stage with a time in the compared steps, or the sides have no
             comparable steps.
     """
     a, b = _like_with_like(a, b)
@@ -100,8 +100,8 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
 
 
 def _compared_stages(a: GateSteps, b: GateSteps) -> Iterator[str]:
-    """Yield the stages that the compared steps time. If a side has no captured steps, a stage below another
-    is not timed, because the recorder's lines have only top spans.
+    """Yield the stages whose times the compared steps state. If a side has no captured steps, stages below
+    other stages are left out, because the recorder's lines have only top spans.
     """
     for stage in sorted(a.stages() | b.stages()):
         _, one, other = _samples(stage, a, b)
@@ -185,7 +185,7 @@ def parse_limits(fail_above: Sequence[str], stages: Sequence[str]) -> list[Limit
     stages is for each of them.
 
     Raises:
-        ConfigError: a limit is no percentage, or their number fits no pairing.
+        ConfigError: a limit is no percentage, or the limits cannot be paired with the stages.
     """
     most = [_percentage(text) for text in fail_above]
     if len(most) == len(stages) + 1:
@@ -228,7 +228,7 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
     captured: Sequence[Durations] = ()
     """Each stage's share of the step. The times for opening and closing the capture are not included."""
     recorded: Sequence[Durations] = ()
-    """The durations in the recorder's lines: their stages are the top spans of the process that bounds
+    """The durations in the recorder's lines. Their stages are the top spans of the process that bounds
     steps."""
     timed: Sequence[Durations] = ()
     """Uncaptured steps for which only the whole duration is known. A step of an unusual kind also has a stage
@@ -430,8 +430,8 @@ def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interva
 def _noise_of(sample: Sample, draw: random.Random) -> float:
     """Return the relative distance between the mean of randomly drawn steps and the mean of all steps.
 
-    The square root accounts for the compared steps: they are not in `noise`, so they lie a little further
-    from its mean.
+    The square root corrects for the compared steps, which are not in `noise` and so lie a little further from
+    its mean.
     """
     steps = draw.choices(sample.noise, k=len(sample.values))
     return (_mean(steps) / _mean(sample.noise) - 1) * math.sqrt(1 + 1 / len(sample.noise))

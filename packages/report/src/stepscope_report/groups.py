@@ -18,7 +18,7 @@ from stepscope_report.table import TextTable
 from stepscope_report.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
-"""Attributes that a span need not state: it gets a value from its fields, if there is a suitable field."""
+"""Attributes that a span need not state, because a suitable field of the span can give the value."""
 _LENGTH = 80
 _TIMES = (">total", ">mean", ">p50", ">p95", ">max", ">active")
 _NOTE = (

@@ -102,7 +102,8 @@ class Holds:
         self._throttled = _throttled(timeline)
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
-        """Return how many ns of the stretches `pairs` a process was held up, according to the counter `name`.
+        """Return for how many ns of the stretches `pairs` a process was held up, according to the counter
+        `name`.
 
         A disk sleep is known only for the moment of its sample, so it counts only for a stretch that contains
         this moment.
@@ -121,8 +122,8 @@ class Holds:
         return round(held / 100)
 
     def core_ns(self, process: int, pairs: Iterable[Pair], thread: int | None = None) -> int:
-        """Return how many ns of the stretches `pairs` a thread (by default the main thread) lacked a core, by
-        its samples; 0 without samples.
+        """Return for how many ns of the stretches `pairs` a thread (by default the main thread) lacked a
+        core, by its samples; 0 without samples.
         """
         pieces = self._core_waits.get((process, thread or self._pid(process)), ())
         return round(sum(piece.value / 100 * _inside_ns(pairs, piece) for piece in pieces))
@@ -166,7 +167,8 @@ class Holds:
         """Return whether a suspect would still be slow if it had lacked a core for the same share of time as
         its peers.
 
-        Slow means: a quarter longer than usual, and by at least half of the measured excess.
+        A suspect is slow if it takes a quarter longer than usual, and longer by at least half of the measured
+        excess.
 
         Args:
             most_ns: The longest time for which the suspect may have lacked a core. For its peers, the
@@ -286,7 +288,9 @@ class Holds:
         )
 
     def _slowed(self, suspect: Suspect, process: int, calls: Sequence[Pair]) -> Suspect:
-        """Return the suspect. If its GPU was slowed for half of the excess, `because` names the reason."""
+        """Return the suspect. If the process' GPU was slowed for half of the excess, `because` names the
+        reason.
+        """
         gpu, slow = self._throttled.get(process, ("", []))
         ns = common_ns(joined(calls), slow)
         if ns * 2 < suspect.longer_ns or not ns:

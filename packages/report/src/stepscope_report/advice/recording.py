@@ -222,7 +222,7 @@ def blind_spot(evidence: Evidence) -> Advice | None:
 def not_typical(evidence: Evidence) -> Advice | None:
     """Advise if the step is not typical. A long step is 10 % longer than the median of uncaptured steps, and
     longer than nine tenths of them. A short step is 10 % shorter than the median, and shorter than all of
-    them by more than the capture took to open: work that runs ahead goes on meanwhile.
+    them by more than the capture took to open, because work that runs ahead goes on during the opening.
 
     Otherwise advise if engines served nothing for a tenth of the step because their own profilers wrote.
     """
@@ -260,8 +260,8 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
 def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
     """Return True if causes explain half of the excess. A profiler slows all similar calls, and all captured
-    steps, alike. If one ran, only causes within the step, a comparison with other profiled steps, or the
-    number of tokens count.
+    steps, alike. If a profiler ran, only three causes count: those within the step, a comparison with other
+    profiled steps, and the number of tokens.
     """
     if evidence.is_explained and not evidence.profiling.recorded:
         return True
@@ -340,8 +340,8 @@ def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, .
     """Return sentences on how long engines served nothing because their profilers wrote.
 
     Args:
-        took_ns: Duration of the step. A sentence then states the duration without this time. None for no
-            such sentence.
+        took_ns: Duration of the step in ns, to state it without the time of these writes too. None to leave
+            that out.
     """
     sure_ns, most_ns = evidence.breakdown.stalled_ns, evidence.breakdown.stalled_most_ns
     without = "" if took_ns is None else f". Without that it took {duration(took_ns - sure_ns)}"

@@ -18,8 +18,8 @@ from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Saving
 
 _MULTIPLE = 8
-"""Suggested numbers of requests are rounded to multiples of this number if they are at least twice as
-large."""
+"""A suggested number of requests is rounded to a multiple of this number if it is at least twice this
+number."""
 _MOST_MEMORY = 0.95
 _CUT_TAIL = Options(cut_tail="p90")
 """What-if change for the rule `long-tail`: the step does not wait for the last tenth of the trajectories."""

@@ -123,8 +123,8 @@ def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
 
 
 def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
-    """Advise if trajectories that began before the step ran on for 2 % of the step. No advice if these are
-    over a tenth of the trajectories that the step consumes, or if the step consumes fewer than three.
+    """Advise if trajectories that began before the step ran on for 2 % of the step. No advice if more than a
+    tenth of the trajectories that the step consumes began before it, or if it consumes fewer than three.
     """
     late = tail.late
     if late is None or tail.consumed < ENOUGH or late.trajectories > -(-tail.consumed // 10):
@@ -160,7 +160,7 @@ def _tail_kind(cause: OtherCause) -> _TailKind:
 
 def queueing(evidence: Evidence) -> Advice | None:
     """Advise if requests queued for a fifth of the time of a replica's passes. If no engine recorded its
-    passes: for a fifth of the trajectories' time.
+    passes, advise if requests queued for a fifth of the trajectories' time.
 
     If no queue was recorded either, advise if an engine's counters show that one in five requests waited on
     average while its KV cache had room. No advice if engines wrote traces for a tenth of the step.
@@ -310,7 +310,8 @@ def _in_trajectories(
 
     Args:
         counts: Returns True for a stage whose calls count.
-        at_most_ns: Sum of the calls that are inside no other of them, or None if no call is inside another.
+        at_most_ns: Total duration of the outermost of these calls, in ns. None if none of the calls is inside
+            another.
     """
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")

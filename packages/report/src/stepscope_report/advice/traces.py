@@ -68,7 +68,7 @@ OWN_DATA = "num_workers is 0, so that the training loads its data itself: "
 _HELD_NS = 1_000_000
 """Length in ns that the longest `queued` gap must have for advice."""
 _LOOP = 5
-"""Number of gaps per step from one call at one place with which advice says that the call is in a loop."""
+"""Least number of gaps per step at one call in the code for advice to say that the call is in a loop."""
 
 
 def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
@@ -270,7 +270,7 @@ def _steps_of(process: str, evidence: TraceEvidence) -> int:
 
 def _longer_there(process: str, run: Collection[str], each_ns: int, evidence: TraceEvidence) -> Iterator[str]:
     """Yield a sentence on the label in which a process took longer than processes of its role in `run`, if
-    the label explains half of their wait.
+    the label explains half of the wait of these processes.
     """
     (role,) = {activity.info.role for activity in evidence.activities if activity.name == process}
     times: dict[str, dict[tuple[str, ...], float]] = {}

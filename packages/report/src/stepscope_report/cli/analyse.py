@@ -1,8 +1,7 @@
 """`stepscope analyse`: makes raw recordings readable on a machine that has the profiler's own tools.
 
-Some profilers leave raw data that only their vendor's tool can read, on a machine with this tool. An entry
-point of the group `stepscope.analysers` names a class (or function) that is called without arguments and
-returns an `Analyser`.
+Some profilers leave raw data that only a tool of their vendor can read. An entry point of the group
+`stepscope.analysers` names a class (or function) that is called without arguments and returns an `Analyser`.
 """
 
 from __future__ import annotations

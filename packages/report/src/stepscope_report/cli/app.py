@@ -163,7 +163,7 @@ _FIXES = {
     errno.ENOSPC: "make room on the disk",
     errno.EISDIR: "name a file in this folder",
 }
-"""{number of an error of the system: what to do}."""
+"""{errno of an `OSError`: what to do}."""
 
 
 def _explain(error: Exception) -> int:

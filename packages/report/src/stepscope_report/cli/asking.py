@@ -111,8 +111,8 @@ def fates(states: Sequence[ProcessState]) -> dict[str, str]:
 
 
 def dead_owners(layout: RunLayout, states: Sequence[ProcessState]) -> dict[str, str]:
-    """Return {key: name} of the processes that opened captures and died, of the runs that answered. Processes
-    of an earlier attempt, and those that another process replaced, are left out.
+    """Return {key: name} of the processes that opened captures and died in the runs that answered. Processes
+    of an earlier attempt, and processes that another process replaced, are left out.
     """
     runs = {state.run_id for state in states}
     known = [one for one in read_listening(layout) if one.run_id in runs]

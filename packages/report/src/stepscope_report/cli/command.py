@@ -117,7 +117,7 @@ class _Values:
     def _number(
         self, kind: type[int] | type[float], value: Any, least: float | None, most: float | None
     ) -> Any:
-        """Return a number from the command line, which has its bounds and is finite."""
+        """Return a number from the command line after a check that it is finite and within its bounds."""
         try:
             number = kind(value)
             if (

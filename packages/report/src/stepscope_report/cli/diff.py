@@ -289,7 +289,7 @@ def read_side(
     """Return the steps of one side with their reports, and warn of steps that cannot be read.
 
     Args:
-        option: Name of the option `steps`, for errors.
+        option: Name of the command's option that gives `steps`, for errors.
         run: Id of the run, if several runs wrote into the folder. None for the last one.
         steps: The steps to use, as ranges. None for all.
         gated: True if steps that the flight recorder wrote are enough.

@@ -1,4 +1,4 @@
-"""`stepscope doctor`: tests of this machine and of a Ray cluster's nodes, with a fix for each that fails."""
+"""`stepscope doctor`: tests of this machine and of a Ray cluster's nodes, with a fix for each failed test."""
 
 from __future__ import annotations
 
@@ -233,7 +233,8 @@ def _engine(name: str, versions: Mapping[str, str], supported: Supported | None)
 ANSWER_S = 30.0
 EXCHANGES = 20
 TOLERABLE_NS = 50_000_000
-"""Largest acceptable offset of a node's clock, in ns. With more, the logs of two nodes visibly disagree."""
+"""Largest acceptable offset of a node's clock, in ns. With a larger offset, the logs of two nodes visibly
+disagree."""
 
 
 def nodes(address: str) -> Iterator[Row]:

@@ -1,8 +1,9 @@
-"""`stepscope export` writes a report's tables as Parquet files. `publish` gives its figures to other stores.
+"""`stepscope export` writes a report's tables as Parquet files. `publish` gives the report's figures to other
+stores.
 
 The columns follow from the types of the rows, not from their values, so that the files of any two steps have
-the same columns. A row within a row becomes a struct. Values without a single type become text: attributes as
-JSON, and values of settings.
+the same columns. A row within a row becomes a struct. Attributes become JSON text, and values of settings
+become text, because they have no single type.
 """
 
 from __future__ import annotations

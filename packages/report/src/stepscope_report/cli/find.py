@@ -39,7 +39,7 @@ def find_run(path: Path) -> dict[int, StepLayout]:
     """Return the captured steps of a run, by number.
 
     Raises:
-        CommandError: `path` is no run, or holds no captured step. The message names its content.
+        CommandError: `path` is no run, or holds no captured step. The message names what `path` holds.
     """
     layout = RunLayout(path)
     steps = layout.steps()
@@ -56,7 +56,7 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     """Return the steps as `find_run` does, and also accept the folder of a single step, whatever its name.
 
     Raises:
-        CommandError: as for `find_run`, or no process of the step recorded its number.
+        CommandError: as for `find_run`, or no process of the step recorded the step's number.
     """
     if not is_step(path):
         return find_run(path)
@@ -71,11 +71,11 @@ def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
     """Return the steps of all runs that `path` (a run's folder or a step's) and the option `step` select.
 
     Args:
-        step: A step, or several as in `steps`: `3,5-8`.
+        step: The number of a step, or several in the notation of the setting `steps`, such as `3,5-8`.
 
     Raises:
         CommandError: `step` selects no captured step. The message names the captured steps.
-        ConfigError: `step` spells no steps.
+        ConfigError: `step` is not a valid list of steps.
     """
     if is_step(path):
         if step is not None:
@@ -94,7 +94,7 @@ def find_of_run(path: Path, step: int | str | None = None, run: str | None = Non
 
     Raises:
         CommandError: as for `find_steps`, or the selected steps all belong to other runs.
-        ConfigError: `step` spells no steps.
+        ConfigError: `step` is not a valid list of steps.
     """
     if is_step(path):
         (layout,) = find_steps(path, step)
@@ -221,8 +221,8 @@ RayAddress: TypeAlias = Annotated[
 def readers(
     jobs: int | None, ray: str | None, steps: list[StepLayout], size: Callable[[], int]
 ) -> Iterator[tuple[Executor | None, int]]:
-    """Yield (executor that reads the traces of these steps, their size in bytes). The executor is None if
-    this process reads them.
+    """Yield (executor that reads the traces of these steps, size of the traces in bytes). The executor is
+    None if this process reads them.
 
     Args:
         jobs: Number of processes, on each node if `ray` is given. None for one per idle core.
@@ -239,7 +239,7 @@ def readers(
 
 
 def absolute(path: Path, ray: str | None) -> Path:
-    """Return a path that is valid on the nodes of the cluster too: absolute, if `ray` is given."""
+    """Return the path, made absolute if `ray` is given, so that it is valid on the cluster's nodes too."""
     return path if ray is None else Path(os.path.abspath(path))
 
 

@@ -36,8 +36,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str | None
     """Id of the run. None if no process recorded it."""
     complete: bool
-    """True if the step is complete, apart from damage inside traces and between spans, which `ls` does not
-    read."""
+    """True if the step is complete. `ls` does not look for damage inside traces, or between the header and
+    the end of a file of spans."""
     state: State | None
     opened_ns: int | None
     """Unix time at which the owner opened the capture. None if the owner recorded nothing."""
@@ -65,7 +65,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     recorder: Recorded | None = None
     """The event for which the flight recorder wrote the step. None if the step was captured."""
     warnings: tuple[str, ...] = ()
-    """One line for each thing that the user probably wanted recorded but that took no part."""
+    """One line for each thing that took no part in the capture, although the user probably wanted it
+    recorded."""
     notes: tuple[str, ...] = ()
     """One line for each remarkable fact that is no problem, such as fewer engine iterations than
     requested."""

@@ -101,7 +101,7 @@ def connected(address: str, jobs: int | None = None) -> Iterator[RayNodes]:
 
 
 def check_reachable(address: str) -> None:
-    """Try the address of a cluster for a few seconds, because Ray tries for minutes.
+    """Try to connect to a cluster's address for a few seconds, because Ray itself would try for minutes.
 
     Raises:
         OSError: nothing listens there.
@@ -117,8 +117,8 @@ def check_reachable(address: str) -> None:
 
 
 class RayNodes(NearFiles):
-    """Actors on the living nodes of a Ray cluster. They reserve no CPU, because a training may have reserved
-    all.
+    """Actors on the living nodes of a Ray cluster. They reserve no CPU, because a training run may have
+    reserved all CPUs.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -273,8 +273,8 @@ class _Node:
         return RecordError(f"the Ray node {self.name} cannot run stepscope ({why}): {fix}")
 
     def fetch(self, path: Path, size: int) -> None:
-        """Copy a file to this machine. It gets its final name when it is complete. If the node has died, the
-        file stays missing.
+        """Copy a file to this machine. The copy gets its final name when it is complete. If the node has
+        died, the file stays missing.
         """
         arrival = Arrival(path)
         try:

@@ -1,4 +1,4 @@
-"""`stepscope report`: where each captured step went, in the terminal, as JSON, and as pages."""
+"""`stepscope report`: where the time of each captured step went, in the terminal, as JSON, and as pages."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from stepscope_report.terminal_blocks import listing
 
 STARTUP = Path(integrations.__file__).parent / "startup"
 RUN_PID = "STEPSCOPE_RUN_PID"
-"""Variable with the id of the process that reports at its end that no step began. See
+"""Environment variable with the id of the process that warns at its end if no step began. See
 `_recording.instrument.no_step`."""
 
 
@@ -100,8 +100,8 @@ def _require_capture(config: ProfileConfig, command: list[str], environ: Mapping
 
 
 def _run_child(command: list[str], environ: Mapping[str, str]) -> int:
-    """Run the program and pass the signals that this process gets on to it. Return the exit code as a shell
-    would.
+    """Run the program, and forward to it the signals that this process receives. Return the exit code as a
+    shell would.
     """
     command = _with_python(command)
     if shutil.which(command[0], path=environ.get("PATH")) is None:

@@ -35,7 +35,7 @@ _quiet = False
 
 
 _ASCII = {"→": "->", "±": "+-", "·": ".", **dict.fromkeys("▁▂▃▄", "-"), **dict.fromkeys("▅▆▇█", "#")}
-"""{character of our own texts: its stand-in where the output's encoding lacks it}."""
+"""{character in this package's texts: its replacement if the output's encoding lacks the character}."""
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -155,7 +155,9 @@ def cancel(
 
 
 def _without(request: Request, captured: Sequence[int] | None) -> Sequence[Request]:
-    """Return what stays of a request: all if it is not taken back, else the steps that were captured."""
+    """Return what remains after requests were cancelled: a request that was not cancelled (`captured` is
+    None), or the last ten captured steps of a cancelled request.
+    """
     if captured is None:
         return [request]
     last = ",".join(map(str, captured[-10:]))  # the text of a request is short

@@ -78,8 +78,8 @@ def weight_facts(_replica: object, weights: Mapping[str, Tensor]) -> dict[str, i
 
 
 class EngineReplica(ABC):
-    """Base class of replicas with an inference engine: the methods of `RolloutReplica`, in an async Ray
-    actor.
+    """Base class of replicas with an inference engine. It has the methods of `RolloutReplica`, and runs as an
+    async Ray actor.
     """
 
     environment: ClassVar[Mapping[str, str]] = {}

@@ -239,12 +239,13 @@ def run_demo(
 ) -> DemoResult:
     """Train for `steps` steps, and profile the steps in `captured` into `save_path`.
 
-    If this process is not connected to Ray, Ray is started, and shut down at the end in any case.
+    If this process is not connected to Ray, Ray is started, and shut down at the end even after an error.
 
     Args:
         engine: The engine that generates: `torch` (the demo's own continuous batching), or an installed
-            adapter with a replica for the demo (`vllm`, `sglang`). Two engines in different environments:
-            `vllm=/there/bin/python,sglang=/here/bin/python`, each with the same Ray and stepscope as here.
+            adapter with a replica for the demo (`vllm`, `sglang`). Engines in two environments are given as
+            `vllm=/there/bin/python,sglang=/here/bin/python`. Both environments need the same Ray and
+            stepscope as this one.
         iterations: Forward passes that the profiler of each replica records.
 
     Raises:

@@ -3,7 +3,7 @@
 Packages add rows through the entry-point group `stepscope.doctor`. An entry is a function without arguments
 that returns a list of `Row`. If the function raises an error, `stepscope doctor` shows it as a red row.
 
-Here are the record of a row, and the rows on Python, this project's packages, and folders.
+This module has the class `Row`, and the rows on Python, this project's packages, and folders.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
 
 
 def plug_ins() -> Iterator[Row]:
-    """Yield a row for each package of others that adds parts to stepscope. The parts are loaded as a test."""
+    """Yield a row for each third-party package that adds parts to stepscope. The parts are loaded as a
+    test.
+    """
     for distribution in metadata.distributions():
         points = [point for point in _points(distribution) if point.group.startswith("stepscope.")]
         name = _name(distribution) if points else None

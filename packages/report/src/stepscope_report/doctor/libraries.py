@@ -23,7 +23,7 @@ from stepscope.engines.supported import numbers
 from stepscope_report.doctor import DAMAGED, Row, absent, amber, damaged, green, installed, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-"""Variables that are set in a process which a tool of NVIDIA records from outside."""
+"""Environment variables of a process that a tool of NVIDIA records from outside."""
 DRIVER = "/proc/driver/nvidia/version"
 """File that exists if NVIDIA's driver is loaded."""
 OLDEST_RAY = (2, 47)
@@ -37,7 +37,7 @@ _MARK = "stepscope: "
 
 
 class ProbeError(Exception):
-    """The process with torch did not answer. The text has its last line of output."""
+    """The process with torch did not answer. The message has the last line that the process printed."""
 
 
 def ask_torch() -> dict[str, Any]:
@@ -182,8 +182,8 @@ def nsys(tool: str) -> Row:
 
 
 def nsys_report(tool: str) -> Iterator[Row]:
-    """Yield rows on a report that nsys makes of a program with one NVTX range. Nothing unless
-    `tool` is nsys.
+    """Yield rows on a report that nsys makes of a program with one NVTX range. Yield nothing unless `tool` is
+    nsys.
     """
     path = shutil.which("nsys")
     if tool != "nsys" or path is None:
