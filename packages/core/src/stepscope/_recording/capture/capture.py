@@ -121,7 +121,7 @@ class Capture:
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
         self._mark: Mark | None = None
-        """The enclosing scope at the opening, or None if the capture is not open."""
+        """The scope in which the capture was opened, or None if the capture is not open."""
         self._began: steps.Began | None = None
         """Start of a step that is not selected, or None if no such step is running."""
         self._end_kept: Callable[[object], None] | None = None
@@ -131,7 +131,7 @@ class Capture:
         if self.selected:
             self._life = _lifecycle().Lifecycle(self._asked, taker=self)
         self._spent_ns = time.monotonic_ns() - began_ns
-        """Duration of the constructor, a cost of the capture."""
+        """Duration of the constructor in ns, which counts as a cost of the capture."""
 
     @property
     def result(self) -> CaptureResult:
@@ -244,7 +244,7 @@ class Capture:
         await self._aclose(error)
 
     def _leave_scopes(self) -> None:
-        """Leave scopes of the step that are still entered, because an exception of a signal handler
+        """Leave scopes of the step that are still entered. An exception of a signal handler may have
         interrupted their exit.
         """
         mark, self._mark = self._mark, None
@@ -252,7 +252,7 @@ class Capture:
             mark.leave_inner()
 
     def _stand(self) -> None:
-        """Start the flight recorder, which writes a line for captured steps too."""
+        """Start the flight recorder, which also writes a line for each captured step."""
         if self.config.record != "off" and self.state == "new":
             _kept_steps().stand(self._asked)
 
@@ -296,7 +296,7 @@ _checked: deque[tuple[ProfileConfig, bool, bool]] = deque(maxlen=8)
 
 def _check_first(config: ProfileConfig, workers: object, engines: object) -> bool:
     """At the first capture of a configuration, even of a step that is not selected, check everything that can
-    be wrong with captures. Return True if this is the first capture.
+    be wrong with captures. Return True if this call made the check.
 
     A run that selects no steps is checked at its first requested step, where wrong workers or engines are
     left out.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _kept: set[str] = set()
-"""Root folders of runs. For each of these runs, this process has warned that a step is kept in spite of
+"""Root folders of the runs for which this process has warned that a step is kept in spite of
 `budget.keep_steps`. One writer: `_tell_kept`."""
 _tidied: dict[str, StepLayout] = {}
 """{output folder: the step that was captured last}. One writer: `_tidy`."""

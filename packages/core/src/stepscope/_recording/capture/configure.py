@@ -26,8 +26,8 @@ _configured: ProfileConfig | None = None
 """Configuration from `configure` or the environment, or None before the first use. One writer: this
 module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
-"""{(id of a checked configuration, True if the workers are Ray actors): the configuration}. The objects are
-kept alive, so that their ids are not reused."""
+"""{(id of a checked configuration, True if the workers are Ray actors): the configuration}. The dict keeps
+the configurations alive, so that their ids are not reused."""
 _MOST_PLACED = 64
 _placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
 """{id of a configuration: (the configuration with a relative `save_path`, its copy with an absolute path)}.

@@ -62,9 +62,7 @@ def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
 
 
 def stand(asked: Asked) -> None:
-    """Start the recorder before a captured step, so that the step gets a line even if it is the first
-    step.
-    """
+    """Start the recorder before a captured step, so that even the first step of the run gets a line."""
     if standing.standing() is None:
         _start(asked)
 
@@ -125,8 +123,8 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
 
 
 def _profilers(engines: object) -> list[EngineProfiler] | None:
-    """Return the profilers of the engines, or None if `engines` is None, or if an engine is not supported,
-    which is logged.
+    """Return the profilers of the engines, or None if there are no engines. An engine that is not supported
+    is logged, and also gives None.
     """
     try:
         return None if engines is None else profilers_of(engines)

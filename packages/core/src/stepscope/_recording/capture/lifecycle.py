@@ -285,8 +285,8 @@ def _refusal(step: int, other: Claim) -> str:
 
 
 def _is_for_the_user(error: BaseException, asked: Asked) -> bool:
-    """Return whether an error of the opening is raised: wrong use of a capture, or an exception of the user's
-    code.
+    """Return whether an error of the opening is raised. Wrong use of a capture and exceptions of the user's
+    code are raised.
 
     Internal errors, disk errors, and a wrong configuration from a request must not stop a run.
     """

@@ -100,7 +100,7 @@ def enter_unmatched(
 
 
 def tell_missed(parts: Iterable[ProcessPart]) -> None:
-    """Log the functions of presets that a process does not have, once for each function.
+    """Log the functions that a preset lists but a process lacks, once for each function.
 
     Functions that this process has already logged are left out. Ranks other than 0 log nothing.
     """
@@ -120,7 +120,7 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
     role, because a run without that role lacks nothing.
 
     Args:
-        where: Words that follow "roles" in the message: `in this capture`.
+        where: Words that follow "roles" in the message, such as `in this capture`.
     """
     if patterns == DEFAULT_ROLES:
         return {}
@@ -138,8 +138,8 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
 
 
 def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:
-    """If a role should be profiled but no profiler and no engine recorded anything, return the reason; else
-    None. The default roles ask for nothing where the profiler's library is not installed.
+    """Return the reason if a role should be profiled but no profiler and no engine recorded anything, else
+    None. With the default roles, also return None if the profiler's library is not installed.
     """
     items = [item for part in parts for item in part.expected if item.kind in ("trace", "engine")]
     wanted = any(role.profiler for role in config.roles.values())

@@ -131,7 +131,7 @@ def request_capture(
 
 def _check_not_begun(ranges: Sequence[StepRange], asked: str, layout: RunLayout) -> None:
     """Raise ConfigError if every process that listens in the folder has begun or passed all these steps. A
-    process that has begun no step yet can capture any.
+    process that has begun no step yet can still capture any step.
     """
     begun = {
         (process.host, process.pid): process.step
@@ -383,8 +383,8 @@ class Listener:
         self._answers = {**self._answers, request.id: answer}
 
     def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
-        """Write the answers, and create the run's folder if needed, because the file shows that the run
-        listens. The polling thread calls this, so that the beginning of a step does not wait for the disk.
+        """Write the answers to the file that also shows that the run listens. Create the run's folder if
+        needed. The polling thread calls this, so that the beginning of a step does not wait for the disk.
         """
         answers = self._answers if last is None else last
         if self._is_silent and not answers:
@@ -410,7 +410,7 @@ def _has_failed() -> bool:
 
 
 def _first_answer(request: Request) -> Answer:
-    """Return the answer to a new request. Past steps are written at once."""
+    """Return the answer to a new request. If it is for past steps, write these steps now."""
     if time.time_ns() > request.expires_ns:
         return Answer(state="expired", reason="it had expired")
     if request.last is None:

@@ -103,8 +103,8 @@ async def _workers(
 async def _engine(
     engine: EngineProfiler, config: ProfileConfig, deadline_s: float
 ) -> tuple[str | None, bool]:
-    """Check an engine. Return (reason why its profiler cannot work, True), if the engine did not answer in
-    time, else (reason or None, False).
+    """Check an engine. Return (reason why its profiler cannot work, or None; True if it did not answer in
+    time).
 
     Options that have no effect on the engine are logged as warnings.
     """

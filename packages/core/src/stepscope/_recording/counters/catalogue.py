@@ -40,7 +40,7 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
     manifest gives the reason under this name.
 
     Args:
-        log: The log of the process' spans, whose event loops are watched.
+        log: The log of the process' spans. Event loops in which spans run are watched.
         step_folder: Folder of the step. One process of each host samples the host for this folder.
         owner: True if the process opened the capture. The owner samples the Ray cluster too.
     """

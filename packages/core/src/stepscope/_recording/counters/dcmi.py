@@ -1,7 +1,7 @@
 """Counters of Ascend NPUs, from DCMI, the library of the driver that `npu-smi` uses.
 
-Huawei's DCMI API Reference and `dcmi_interface_api.h` define the functions, structures and units. This has
-not run on hardware yet; a test compiles a library with the same functions.
+Huawei's DCMI API Reference and `dcmi_interface_api.h` define the functions, structures and units. This module
+has not run on hardware yet; a test compiles a library with the same functions.
 """
 
 from __future__ import annotations

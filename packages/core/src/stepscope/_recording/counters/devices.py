@@ -1,8 +1,8 @@
 """The base of counters of devices, and the counters of NVIDIA GPUs. `dcmi` has the counters of Ascend NPUs.
 
 GPUs are queried through NVML (the package nvidia-ml-py, whose module is `pynvml`), which does not create a
-CUDA context. It lists every GPU of the host or container, with the numbers that `nvidia-smi` shows, and
-ignores CUDA_VISIBLE_DEVICES. This has not run on hardware yet; tests use the package's functions and
+CUDA context. NVML lists every GPU of the host or container, with the numbers that `nvidia-smi` shows, and
+ignores CUDA_VISIBLE_DEVICES. This module has not run on hardware yet; tests use the package's functions and
 constants with made-up values.
 """
 
@@ -65,9 +65,7 @@ MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'
 
 
 class _Utilisation(DeviceCounter[Any]):
-    """The utilisation of GPUs, which is the first of the GPU counters. Its `close` shuts NVML down for all
-    GPU counters.
-    """
+    """The utilisation of GPUs. The `close` of this counter shuts NVML down for all GPU counters."""
 
     def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
         self._nvml, self._pid = nvml, os.getpid()

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from stepscope.files.values import AttrValue
 
 LOOKS = 8
-"""Number of spans after each sample whose event loops are looked up. Later spans have no extra cost."""
+"""Number of spans whose event loops are looked up after each sample. Later spans have no extra cost."""
 MOST_LOOPS = 16
 _MOST_PLACES = 32
-"""Largest number of places in the code at which blocks of one loop have their own series."""
+"""Largest number of series for the places in the code that block one loop."""
 
 
 class LoopFinder(SpanObserver):
@@ -137,8 +137,8 @@ class _Watched:
         return place if place in self._places else None
 
     def late_ns(self) -> int | None:
-        """Return the largest lateness of the loop since the last call in ns, or None if the loop is not
-        running.
+        """Return the largest lateness of the loop in ns since `late_ns` was last called, or None if the loop
+        is not running.
         """
         loop = self.loop()
         if loop is None or not loop.is_running():
@@ -183,8 +183,8 @@ def _line_of(loop: AbstractEventLoop, task: object, thread_id: int) -> tasks.Pla
 
 
 class EventLoops(CounterSource):
-    """Largest lateness of each event loop, by the name of its thread. While a call blocks a loop, also by
-    thread and call: `MainThread in env tool search, tools.py:33`.
+    """Largest lateness of each event loop, under the name of its thread. While a call blocks a loop, the
+    value is also under thread and call: `MainThread in env tool search, tools.py:33`.
     """
 
     name = EVENT_LOOP

@@ -39,10 +39,10 @@ _MOST_THREADS = 200
 """Largest number of threads that one `ThreadCoreWait` samples, because a program may start a thread for each
 call."""
 _LONG_NS = 20_000_000
-"""A stretch of runs of the garbage collector that takes longer has values of its own, so that its time is
-known."""
+"""Shortest stretch of garbage collector runs, in ns, that has values of its own. They show when it began and
+ended."""
 _NEAR_NS = 5_000_000
-"""Runs of the garbage collector with less time between them are one stretch."""
+"""Runs of the garbage collector with less time between them, in ns, are one stretch."""
 
 
 class ProcessCpu(CounterSource):
@@ -173,7 +173,7 @@ class DiskSleep(CounterSource):
 
 
 def process_load() -> Iterator[CounterSource]:
-    """Yield the counters of the process that this operating system supports."""
+    """Yield the counters of this process, as far as the operating system supports them."""
     yield ProcessCpu()
     if os.path.exists("/proc/self/statm"):
         yield ProcessMemory()

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
 WRITE_NS = 900_000_000
-"""Smallest interval between two writes, in ns. With one tick of the sampler more, samples wait at most 1
-s."""
+"""Smallest interval between two writes, in ns. A sample waits for it and for one tick, at most 1 s in all."""
 MOST_SAMPLES = 100_000
 """Largest number of samples in one file: almost three hours at 10 Hz. Further samples are dropped and
 counted."""

@@ -61,7 +61,7 @@ class Tick(NamedTuple):
     values: dict[int, float]
     """{index in `Sampler.series`: value}."""
     whole: bool = True
-    """False if the other counters were sampled later."""
+    """False if the tick lacks counters that were sampled later."""
 
 
 _at_ns = attrgetter("at_ns")

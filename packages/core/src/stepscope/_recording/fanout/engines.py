@@ -111,8 +111,8 @@ class EngineOutcomes:
         return of_engine(label, artifacts, ignored, trouble, pending)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
-        """Return a reason that names the files that are not on this host, and their host; None if all files
-        are here.
+        """Return a reason that names the absent files and the host that has them, or None if all files are
+        here.
         """
         absent = [artifact for artifact in artifacts if not (self._layout.root / artifact.path).exists()]
         if not absent:
@@ -179,8 +179,8 @@ class EngineGroup:
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop the replicas that started, concurrently. After a cancellation, a second call stops the
-        remaining replicas.
+        """Stop all started replicas concurrently. After a cancellation, a second call stops the remaining
+        replicas.
         """
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
 
@@ -324,7 +324,7 @@ async def _give_up_late_stops() -> None:
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
-    """Read the exception of a stop, or asyncio would log that it was never retrieved."""
+    """Read the exception of a stop, because asyncio logs an exception that nobody has read."""
     if stopped.done() and not stopped.cancelled():
         stopped.exception()
 

@@ -2,7 +2,7 @@
 
 A worker is *apart* if it does not find the owner's part of the manifest when its capture opens. Its complete
 files are fetched in pieces by Ray calls, and its part of the manifest last. So if the part of a process is
-here, all its files are here.
+here, all other files of the process are here too.
 """
 
 from __future__ import annotations

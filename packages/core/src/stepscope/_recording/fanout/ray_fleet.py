@@ -1,7 +1,7 @@
 """Captures in Ray actors, whose classes need no change.
 
 All workers are called concurrently, each with its own deadline. A start also carries the deadline as a time
-on the worker's clock, so that a busy worker does not start late. A first call reads the worker's clock,
+on the worker's clock, so that a busy worker does not start late. A call before the start reads this clock,
 unless the worker is known to be on this machine.
 """
 
@@ -49,8 +49,8 @@ _CLOCK_S = 0.1
 
 
 _here: set[str] = set()
-"""Ids of actors that were on this machine at their last answer, so that they have the same wall clock. One
-writer: `Worker`."""
+"""Ids of actors that were on this machine at their last answer, and so share its wall clock. One writer:
+`Worker`."""
 
 
 class Begun(NamedTuple):
@@ -143,7 +143,7 @@ class Worker:
     async def _fetch(
         self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
     ) -> str | None:
-        """Fetch the files. Return None if all files are here, else the reason why a file is not."""
+        """Fetch the files. Return None if all files are here, else the reason why a file is missing."""
         unwritten = ["everything"]
         while unwritten and left_s() > 0:  # in short waits, because `left_s` may shrink
             unwritten = await asyncio.wait_for(
@@ -294,7 +294,7 @@ def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] |
         engine_workers: {replica: workers that the engine's own profiler records}. They record only spans.
 
     Raises:
-        ConfigError: `workers` contains something else than workers.
+        ConfigError: `workers` contains something other than workers.
     """
     fleet = fleet_of(workers, engine_workers or {})
     if fleet is not None:

@@ -53,8 +53,8 @@ class UneditedEngines:
         """Make a profiler for each engine.
 
         Args:
-            groups: {adapter: engines, URLs of servers, or Ray actors that contain an engine}. An actor that
-                may contain an engine of two kinds is listed under both adapters.
+            groups: {adapter: engines, URLs of servers, or Ray actors that contain an engine}. If the engine
+                of an actor may be of either of two adapters, the actor is listed under both.
         """
         self._config = config
         self.profilers: list[EngineProfiler] = []

@@ -1,7 +1,8 @@
 """The worker's side of a capture: functions that a fleet calls in the worker's process.
 
-A worker has at most one session. A start is refused if its capture was stopped before, because the worker was
-busy until after the deadline. A stop does nothing if its capture is not open, and returns False.
+A worker has at most one session. A start is refused if the stop of its capture came first, as happens to a
+worker that was busy until after the deadline. A stop does nothing if its capture is not open, and returns
+False.
 """
 
 from __future__ import annotations

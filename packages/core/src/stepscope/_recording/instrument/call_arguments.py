@@ -56,8 +56,8 @@ class Arguments:
     ) -> object:
         """Return the value at `path`.
 
-        A path is a name followed by attributes, keys and indexes: `self.state.steps.0`. It may be the length
-        of such a path (`len(batch.rows)`), and a number may be added or subtracted (`step+1`).
+        A path is a name followed by attributes, keys and indexes: `self.state.steps.0`. It may also be the
+        length of a value (`len(batch.rows)`), and a number may be added or subtracted (`step+1`).
 
         Args:
             returned: The result of the call as the only item; empty before the call.
@@ -111,8 +111,8 @@ class Arguments:
 
 
 class Condition(NamedTuple):
-    """A condition on a call: values at paths equal given values (`where`), or are the same object
-    (`same`).
+    """A condition on a call. All values at the paths of `where` must equal the given values, and both paths
+    of each pair in `same` must lead to the same object.
     """
 
     where: Mapping[str, object]
@@ -180,7 +180,7 @@ def version_of(value: object) -> Number | None:
 
     Args:
         value: A number, a text of digits, a list whose first item is the version, or an array. The version in
-            an array is the first item from 0 up; if there are several rows, the smallest of their versions.
+            an array is the first item that is not negative; of several rows, the smallest version.
 
     Raises:
         LookupError: `value` is something else.
@@ -193,8 +193,8 @@ def version_of(value: object) -> Number | None:
 
 
 def _oldest(versions: Any) -> Number | None:
-    """Return the first item of an array from 0 up, or None. Tokens that no policy has generated have the
-    version -1.
+    """Return the first item of an array that is not negative, or None. Tokens that no policy has generated
+    have the version -1.
 
     If the array has several rows, return the smallest of the rows' versions.
     """

@@ -46,7 +46,7 @@ Kwargs: TypeAlias = dict[str, object]
 T = TypeVar("T")
 
 _ids = itertools.count()
-"""Counter for the ids of trajectories without an id. One writer: `TrajectoryCalls`."""
+"""Counter that numbers trajectories without an id. One writer: `TrajectoryCalls`."""
 
 
 class Timing(NamedTuple):
@@ -83,8 +83,8 @@ class Calls:
     """True if calls have a scope even without a capture, so that spans of a capture that opens during the
     call have this scope as parent."""
     over = results.OVER
-    """Types of results after which a call is over. Results of other types may continue the work, such as a
-    coroutine."""
+    """Types of results after which a call is over. Results of other types, such as a coroutine, may continue
+    the work."""
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         self.timing = timing
@@ -93,7 +93,7 @@ class Calls:
         self.is_async = inspect.iscoroutinefunction(fn)
         self.arguments = Arguments(fn)
         self._logged: set[str] = set()
-        """Fields whose paths had no value, which was logged."""
+        """Fields for which a path without a value was logged."""
         single = (timing.policy_version, timing.request, timing.turn, timing.tool, timing.replica)
         texts = [path for text in (*timing.id, timing.engine or "") for path in paths_in(text)]
         for path in filter(None, (*texts, *single, *timing.values.values())):
@@ -428,7 +428,7 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
 
 
 def joined(parts: list[list[str]]) -> list[str]:
-    """Return ids joined from their parts with `/`. A part with a single name is part of every id."""
+    """Return ids joined from their parts with `/`. A part with a single name is used in every id."""
     count = min((len(part) for part in parts if len(part) != 1), default=1)
     return ["/".join(part[at % len(part)] for part in parts) for at in range(count)]
 

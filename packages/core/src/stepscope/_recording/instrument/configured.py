@@ -222,7 +222,7 @@ def enter(part: ManifestPart) -> None:
 
 
 def boundaries() -> list[str]:
-    """Return a line for each function that should have begun a step: why the function began no step."""
+    """Return the reasons why no step began: a line for each function or preset that should have begun one."""
     fates = []
     elsewhere: set[str] = set()
     for entry in _entries:

@@ -34,7 +34,7 @@ def expect(presets: Iterable[Preset], installed: Callable[[str], str | None] = l
     """Set the presets that are applied.
 
     Args:
-        installed: Returns the version of a distribution, or None if it is not installed.
+        installed: Function that returns the version of a distribution, or None if it is not installed.
     """
     global _latest
     _latest = None

@@ -1,4 +1,4 @@
-"""A message at the end of an unedited program in which no step began, or no selected step.
+"""A message at the end of an unedited program in which no step was captured.
 
 Without the message, a run with a wrong preset, or with a listed function that is never called, would capture
 nothing silently. The process that `stepscope run` started logs the message. Without `stepscope run`, or if

@@ -273,7 +273,7 @@ class Call:
 def begin(call: Call) -> None:
     """Close and open captures before a call of a plain function.
 
-    If this would block the running event loop, the coroutine that the call may return does so instead.
+    If this would block the running event loop, it is left to the coroutine that the call may return.
     """
     changed = (call.before.close, call.before.open)
     if in_event_loop() and any(capture is not None and capture.blocks for capture in changed):

@@ -26,7 +26,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     """The sidecar of the file, or None after an error."""
     error: str | None = None
     cost_ns: int
-    """Duration of the export, in its thread."""
+    """Duration of the export on the exporter's thread, in ns."""
 
     @property
     def artifact(self) -> Artifact | None:

@@ -59,7 +59,7 @@ def has_warned(reason: str | None) -> bool:
 def tell(message: str, *values: object) -> None:
     """Log a message at level INFO.
 
-    The message is shown even if logging is not configured, when Python shows only warnings.
+    The message is shown even if logging is not configured. Python alone would then show only warnings.
     """
     logging = _logging()
     logger = logging.getLogger("stepscope")

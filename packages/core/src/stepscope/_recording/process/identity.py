@@ -95,8 +95,8 @@ def place() -> tuple[int, int]:
 
 
 def torch_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) of this process in torch.distributed, or None. A forked child of a rank is
-    no rank.
+    """Return (rank, world size) of this process in torch.distributed, or None. A forked child of a rank gets
+    None.
     """
     group = _world()
     if group is None or group is _group_of_the_parent:
@@ -164,7 +164,7 @@ def read_hardware(config: ThroughputConfig) -> Hardware:
 
 def _gpu(index: int) -> int | None:
     """Return the number that `nvidia-smi` shows for a device of torch, or None if CUDA_VISIBLE_DEVICES has
-    names.
+    names instead of numbers.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -210,8 +210,8 @@ _group_of_the_parent: object = None
 def connected() -> Any:
     """Return the module `ray` if this process is connected to Ray, else None.
 
-    Return None in a forked child, because a query on the inherited connection would hang, and later queries
-    of the parent too.
+    Return None in a forked child, because a query on the inherited connection would hang, and so would later
+    queries of the parent.
     """
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():

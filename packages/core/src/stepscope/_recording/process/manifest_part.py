@@ -126,8 +126,8 @@ class ManifestPart:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Add an item as skipped, unless there is an item of that name, because another call of the stage may
-        have a recording.
+        """Add an item as skipped. An item that already has this name is kept, because another call of the
+        stage may have a recording.
         """
         with self._lock:
             if name not in self._items:
@@ -242,8 +242,8 @@ class ManifestPart:
     def fold(self, step: StepLayout) -> Manifest:
         """Write `manifest.json`, and return the manifest.
 
-        May be called from several threads: after exports and programs, during a wait, and after a late stop.
-        A disk error is recorded and not raised.
+        May be called from several threads: after exports, hooks and commands, during a wait, and after a late
+        stop. A disk error is recorded and not raised.
         """
         with self._folding:
             manifest = self.manifest(step)

@@ -30,8 +30,8 @@ _UNDO_S = 5.0
 class Job(Generic[T]):
     """Work on the private loop, and its outcome.
 
-    A `Future` is not used, because its lock would deadlock if a signal handler waits while it interrupts
-    another wait.
+    A `Future` is not used. Its lock would deadlock if a signal handler interrupted a wait and then waited
+    itself.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:

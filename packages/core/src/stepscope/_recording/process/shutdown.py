@@ -1,4 +1,4 @@
-"""The end of the process, by exit or SIGTERM, at which everything that is open is closed; and SIGUSR1.
+"""The closing of what is still open when the process ends by exit or SIGTERM; and the handler of SIGUSR1.
 
 SIGUSR1 requests a capture of the next step of this process.
 
@@ -104,7 +104,7 @@ _answered = 0
 def handle(config: ProfileConfig) -> None:
     """Handle SIGUSR1 in this process, if `config` listens for requests and no other code handles the signal.
 
-    On other threads than the main thread, do nothing, as Python does not allow it.
+    Do nothing if this is not the main thread, because Python sets signal handlers only there.
     """
     if not config.control.requests or threading.current_thread() is not threading.main_thread():
         return
@@ -126,8 +126,8 @@ def take() -> bool:
 
 
 def _handled_from_c() -> bool:
-    """Return whether a handler in C is installed for SIGUSR1, such as faulthandler's, which Python does not
-    report.
+    """Return whether C code, such as faulthandler, has installed a handler for SIGUSR1. Python does not
+    report such handlers.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:

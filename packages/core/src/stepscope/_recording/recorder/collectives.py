@@ -1,7 +1,7 @@
 """Collectives of torch.distributed in this process: pending calls, and the number of calls in each group.
 
 Both are read from torch's own flight recorders, which are on if TORCH_FR_BUFFER_SIZE (formerly
-TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has a flight recorder, and gloo in newer versions of torch.
+TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has one, and in newer versions of torch, gloo has one too.
 Without them, the numbers are read from the process groups, and pending calls from spans.
 """
 

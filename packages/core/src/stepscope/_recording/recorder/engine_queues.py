@@ -1,6 +1,4 @@
-"""The engines of this process, for the flight recorder: their counters, also between captures, and their
-latest passes.
-"""
+"""Counters and latest passes of this process' engines, which the flight recorder keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from stepscope.files.passes import PassFile
 from stepscope.files.states import EngineState
 
 SAMPLE_S = 2.0
-"""Time between two samples, because a server needs 10 ms for one."""
+"""Time between two samples of an engine. It is long, because a server needs 10 ms for each sample."""
 _ENGINE = "replica "
 _PROGRESS = (FINISHED, GENERATION_TOKENS, PROMPT_TOKENS)
 """Counters that grow while an engine makes progress."""

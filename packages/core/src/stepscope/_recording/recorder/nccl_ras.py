@@ -32,8 +32,8 @@ ANSWER_S = 1.4
 """Longest wait for an answer, because `stepscope why` answers within 2 s. RAS itself waits 1 s for ranks with
 a lost connection, and 5 s or more for ranks that hang."""
 _TRY_S = 0.4
-"""Longest wait for a greeting. The ranks of a host share the port, and the rank that accepts the connection
-may hang; the next attempt may reach another rank."""
+"""Longest wait for the first line of RAS's answer. The ranks of a host share the port, and the rank that
+accepts the connection may hang; the next attempt may reach another rank."""
 _PAIRS = frozenset({"Send", "Recv", "SendRecv", "PutSignal", "Signal", "WaitSignal"})
 """Operations between two ranks. Such operations are not counted, because their numbers differ between the
 ranks of a communicator."""
@@ -73,8 +73,9 @@ class _Status(msgspec.Struct):
 
 
 def may_know() -> bool:
-    """Return whether this process should query RAS: it is the first or the last rank of torch.distributed,
-    and uses NCCL or has the variable NCCL_RAS_ADDR. Two ranks ask, because the first rank may have died.
+    """Return whether this process should query RAS. It must be the first or the last rank of
+    torch.distributed, and use NCCL or have the variable NCCL_RAS_ADDR. Two ranks ask, because the first rank
+    may have died.
     """
     torch: Any = sys.modules.get("torch.distributed")
     if torch is None or not torch.is_available() or not torch.is_initialized():

@@ -77,7 +77,7 @@ def known_here(workers: bool) -> bool:
 
 
 def open_calls() -> tuple[RayCall, ...]:
-    """Return the calls of this job's actors that have not returned, the oldest first.
+    """Return the unfinished calls of this job's actors, the oldest first.
 
     Raises:
         Exception: Ray has no dashboard, or the dashboard does not answer.
@@ -166,7 +166,7 @@ class Recorder:
         self.workers: dict[str, str] = {}
         """{`ProcessInfo.key`: name} of the workers in which a flight recorder was started."""
         self.is_told_of = False
-        """True once the flight recorder of workers and engines is being started."""
+        """True once this recorder begins to start the workers' recorders and to sample the engines."""
         self.clocks: list[ClockOffset] = []
         """Measured clock offsets of workers on other hosts."""
         self.measure: Callable[[], Iterable[ClockOffset]] | None = None
@@ -326,7 +326,7 @@ class Recorder:
         self._work.put(partial(self._give_and_obey, order, windows))
 
     def obey(self, order: Order) -> None:
-        """Write the steps of an order of another process in the background."""
+        """Write the steps that another process has ordered, in the background."""
         self._work.put(partial(self._obey, order))
         self._has_obeyed = True
 
@@ -482,7 +482,7 @@ class Recorder:
             step.part.write()
 
     def writer(self, run_id: str, order: Order | None = None) -> StepWriter:
-        """Return a writer for the steps of `order`, or for a step of the run that another process
+        """Return a writer for the steps of `order`, or without an order, for a step that another process
         captures.
         """
         return StepWriter(self.log, self.sampler, self.config, run_id, order, self.state, self.engines)
