@@ -180,7 +180,7 @@ def _tier(timeline: Timeline, span: Span, driver: int | None) -> int:
 def beside_step(timeline: Timeline) -> tuple[int, int]:
     """Return the time in ns for opening and for closing the capture.
 
-    If each rank opens its own capture, all ranks wait for the slowest rank, whose times are returned.
+    If each rank opens its own capture, these are the longest times of any rank, because the other ranks wait.
     """
     if not timeline.window.opened:
         return 0, 0

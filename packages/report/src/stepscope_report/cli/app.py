@@ -89,7 +89,7 @@ BROKEN_PIPE = 141
 """Exit code if the reader of the output ended first, as in `| head`. Shells report the same code for a
 command that SIGPIPE ends."""
 _RESOLVE = frozenset(("run", "validate"))
-"""Commands that resolve the configuration. An unknown `STEPSCOPE_*` variable is an error to them."""
+"""Commands that resolve the configuration. They treat an unknown `STEPSCOPE_*` variable as an error."""
 _with_traceback = False
 """True if an error ends the command with a traceback. Only `options` writes this flag."""
 

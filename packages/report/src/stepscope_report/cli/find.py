@@ -149,7 +149,9 @@ def read_run(path: Path) -> RunRecord | None:
 
 
 def deaths(layout: RunLayout) -> str:
-    """Return a sentence and a space if the process that opened captures last was killed; else empty."""
+    """Return a sentence that ends in a space if the newest process that opens captures was killed or failed.
+    Otherwise return an empty text.
+    """
     last = max(read_listening(layout), key=lambda one: one.since_ns, default=None)
     if last is None or not has_died(last):
         return ""

@@ -28,8 +28,8 @@ from stepscope_report.timeline.plain import plain_bytes
 
 _SHOWN = 20
 EVENTS = 6_000_000
-"""Number of events above which the command proposes a smaller merge. It corresponds to about 1.5 GB of JSON,
-for a viewer in WebAssembly with 4 GB. The number was chosen, not measured."""
+"""Number of events above which the command proposes a smaller merge. So many events make about 1.5 GB of
+JSON, and a viewer in WebAssembly has 4 GB of memory. The number was chosen, not measured."""
 
 
 class Arrows(str, Enum):

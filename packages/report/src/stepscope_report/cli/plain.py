@@ -50,7 +50,8 @@ def report_plain(
     """Print the report of traces, write its page to `output` if that is given, and exit.
 
     Raises:
-        CommandError: a path does not exist, or `steps` are given for spans of OpenTelemetry (one step).
+        CommandError: a path does not exist, or `steps` are given for spans of OpenTelemetry, which are one
+            step.
         ConfigError: `steps` is no range, or `step_mark` matches no range in the traces.
         RecordError: no path holds an event of a trace, or no trace has one of `steps`.
         OSError: the page cannot be written.

@@ -99,7 +99,7 @@ def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
 
 
 def _run(layout: RunLayout) -> str:
-    """Return the id of the run whose step lines are shown, as in file names. Empty if no run wrote step
+    """Return the id of the run whose step lines are shown, as file names spell it. Empty if no run wrote step
     lines.
     """
     return next(iter(recorded_runs(layout.root)), "")

@@ -98,7 +98,9 @@ def _torch_answers() -> dict[str, Any]:
 
 
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
-    """Yield rows on torch, on the device, and on a short profile that should record both."""
+    """Yield rows on torch, on the device, and on a short profile that should record work of the CPU and the
+    device.
+    """
     try:
         missing = find_spec("torch") is None
     except (ImportError, ValueError) as error:
