@@ -1,4 +1,4 @@
-"""The meaning of spans for a report: of their stages, roles and attributes, and the names of tools."""
+"""Meaning of spans for a report: their stages, roles and attributes, and the names of tools."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ class ManyNames(NamedTuple):
     names: int
     example: Label
     ids: bool
-    """True if at most half as many names are left without the ids in them, or if the names are too many for
-    names of stages."""
+    """True if the names contain ids: without the ids, at most half as many names are left, or there are more
+    names than a program has stages."""
 
 
 def few_names(timeline: Timeline) -> tuple[Timeline, ManyNames | None]:
-    """Return (timeline with few names of stages and roles, `ManyNames`; None if the timeline is unchanged).
+    """Return (timeline with few names of stages and roles, `ManyNames` or None if nothing was renamed).
 
     The stages and roles with the most time keep their names, and the other stages and roles share one name.
 

@@ -1,4 +1,4 @@
-"""Ranks for which others wait in collectives, because they enter late (stragglers) or skip a collective.
+"""Ranks that enter collectives late (stragglers) or skip a collective, so that other ranks wait.
 
 A rank leaves a collective only after all ranks have entered it. After a rank has skipped a collective, its
 collectives have lower numbers than the same collectives in other ranks.
@@ -118,8 +118,8 @@ def _count(
 def matched_calls(
     activities: Iterable[TraceActivity],
 ) -> Iterator[tuple[str, str, Iterator[list[Member]]]]:
-    """Yield (role, collective, calls) for each process group of several processes. A call is a list with a
-    `Member` for each process in it, at least two.
+    """Yield (role, collective, calls) for each process group of several processes. A call is a list of two or
+    more `Member`s, one for each process in the call.
 
     Calls are matched by run, process group and torch's number. Calls in traces without groups are matched by
     name and order, if several processes made the same number of calls. Traces that are unaligned are left
@@ -229,7 +229,7 @@ class Skip(NamedTuple):
 
     process: int
     node: int
-    """Index of the call that the rank made instead, of another collective."""
+    """Index of the call of another collective that the rank made instead."""
     others: tuple[int, ...]
     """Indices of the calls of the skipped collective in the other ranks."""
     late_ns: int
@@ -255,9 +255,9 @@ def unseen_collectives(timeline: Timeline) -> int:
 def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:
     """Yield the first skipped collective of each group, as far as the recorded collectives show one.
 
-    A rank skipped a collective if two things hold. Before it, the rank called the same collectives as the
-    other ranks. After it, the rank calls collectives that the other ranks call only later. Other work between
-    collectives does not matter.
+    A rank skipped a collective if two things hold. Before the collective, the rank called the same
+    collectives as the other ranks. After it, the rank calls collectives that the other ranks call only later.
+    Other work between collectives does not matter.
     """
     groups: dict[object, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for node, span in enumerate(graph.spans):

@@ -52,7 +52,7 @@ LEAST_OF_CALLS of the step."""
 ENOUGH = 3
 """Least number of trajectories for a comparison of the last trajectories with the others."""
 _LONG = 3
-"""A tool's call is long if it takes at least this many times the median of its kind."""
+"""A tool's call is long if it takes at least this many times the median of the tool's calls."""
 NO_WORK = frozenset({"trajectory", "turn", PROFILING})
 """Stages whose own time is not work."""
 
@@ -89,8 +89,8 @@ class Suspect(NamedTuple):
     """The stretches in which a rank that came late was in no call, or in which an event loop was blocked.
     Empty for other suspects."""
     within: tuple[Pair, ...] = ()
-    """If the suspect comes from a top stage of the recorder's lines, the stretches in which that stage ran.
-    Else empty."""
+    """The stretches of a stage that took longer than in the flight recorder's other steps, if the suspect is
+    the stage or a part of it. Else empty."""
     because: str = ""
     """Words for what held up the process, or "" if nothing is known."""
     apart_ns: int | None = None
@@ -121,8 +121,8 @@ class Work(NamedTuple):
     """Sum of the calls' own times in the step, without calls below them and without waits for ranks that
     entered later."""
     whole_ns: int
-    """`own_ns` plus work before the step, which exists if an owner's capture opened before the first owner's.
-    Other processes are compared with this time, and the process itself is judged by `own_ns`."""
+    """`own_ns` plus work before the step: an owner's capture may open before the first owner's. The
+    `own_ns` of a process is compared with the `whole_ns` of the other processes."""
     tokens: int | None
     """Sum of the calls' attributes `tokens`, or None if a call lacks that attribute."""
 
@@ -418,7 +418,7 @@ class _Lineup:
         late_ns: int,
     ) -> _Lateness | None:
         """Return the lateness of a rank that worked longer than the others in the call around the meeting
-        itself, such as a forward pass that gathers weights. None if that does not explain half of it.
+        itself, such as a forward pass that gathers weights. None if that does not explain half of `late_ns`.
         """
         spans, start_ns, members = self._timeline.spans, self._graph.start_ns, (last, *others)
         around = [spans[member].parent for member in members]
@@ -601,8 +601,8 @@ class _Lineup:
         return (work.own_ns - usual) * LEAST >= self._window_ns and work.own_ns * 4 >= usual * 5
 
     def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
-        """Yield the numbers of calls and tokens of a process and of the other processes, to show whether it
-        had more to do.
+        """Yield the numbers of calls and tokens of the slowest process and of the others, to show whether the
+        slowest had more to do.
         """
         others = [work for process, work in compared.items() if process != slowest]
         work = compared[slowest]
@@ -813,11 +813,11 @@ class _Lateness(NamedTuple):
     """The stage in which the rank took longer than the other ranks, or None if it was late outside of
     calls."""
     took_ns: int
-    """Time of the rank in that stage. Without a stage, how much later than the other ranks it came in all."""
+    """Time of the rank in stage `label`. If `label` is None, the whole time by which the rank came late."""
     usual_ns: int
     cuts_ns: Mapping[int, int]
     sooner_ns: Mapping[int, int]
-    """{call: ns by which the call would begin sooner, besides `cuts_ns`, if the rank had come in time}."""
+    """{call: ns by which it would begin sooner if the rank had come in time, in addition to `cuts_ns`}."""
     uneven: bool = False
     others: tuple[int, ...] = ()
     """The calls of the same stage in the other ranks."""
@@ -827,7 +827,7 @@ class _Lateness(NamedTuple):
 
 
 def _by_process(spans: Sequence[Span], nodes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the calls of each process, as tuples of nodes, one for each process that has calls."""
+    """Return one tuple for each process that has calls: the nodes of its calls."""
     calls: dict[int, list[int]] = defaultdict(list)
     for node in nodes:
         calls[spans[node].process].append(node)

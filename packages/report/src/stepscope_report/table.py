@@ -92,7 +92,7 @@ class TextTable(msgspec.Struct, frozen=True, tag="table"):
 
     title: str
     columns: tuple[str, ...]
-    """Column names. A column whose name starts with `>` holds numbers: right-aligned and never broken."""
+    """Column names. A column whose name starts with `>` holds numbers, right-aligned and never broken."""
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     noun: str = ""

@@ -17,7 +17,7 @@ from stepscope_report.table import Block, Listing, Remarks, TextTable
 
 _SHARE = re.compile(r" (\S+ %)$")
 ROWS = 2 * LISTED
-"""Number of rows that are printed of a table that may be cut. The number of further rows is printed too."""
+"""Largest number of printed rows of a table that may be cut. A note counts the rows left out."""
 
 
 def draw(block: Block) -> RenderableType:

@@ -43,7 +43,7 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     count: int
     self_ns: int
-    """Time without the operators inside, in ns, over all calls and processes. For a kernel the same as
+    """Time in ns without the operators called inside, over all calls and processes. For a kernel, the same as
     `total_ns`."""
     total_ns: int
     mean_ns: int
@@ -82,7 +82,7 @@ class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Peak of the device memory that torch's allocator of one process held."""
+    """The most memory of a device that torch's allocator held in one process."""
 
     process: str
     device: str
@@ -321,7 +321,7 @@ def _ns(us: float) -> int:
 
 
 SHOWN = 10
-"""Largest number of rows of a role that are printed, each for kernels, operators and marks."""
+"""Largest number of kernels printed for a role; also of operators, and of marks."""
 NAME = 60
 """Number of characters to which a kernel's name is cut. Full names fill whole screens."""
 DEVICE_NOTE = "All streams together. Exposed: communication that no computation hides. %: of recorded."
@@ -397,7 +397,7 @@ def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
 
 
 def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
-    """Return the devices in order of the busy part of their time, and a note with percentiles of that part.
+    """Return the devices, the lowest busy share of time first, and a note with percentiles of the share.
 
     If there are at most `shown` devices, their order is unchanged, and the note is empty.
     """
@@ -504,7 +504,7 @@ def short(name: str, most: int = NAME) -> str:
 
 DEVICE_BARS = "compute, exposed communication, copies and others"
 DRAWN = 128
-"""Largest number of devices with a row each. If there are more, every k-th and the least busy have a row."""
+"""Up to this number, each device has a row. Of more devices, the least busy and every k-th have one."""
 
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:

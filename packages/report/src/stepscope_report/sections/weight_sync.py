@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stepscope_report.sections import Sources
 
 _Way: TypeAlias = "tuple[int, str, str, str | None]"
-"""(process, role, stage, bucket) of a transfer. The bucket is None if the calls name none."""
+"""(process, role, stage, bucket) of a transfer. The bucket is None if its calls name no bucket."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     since_ns: int | None
     """Start of the first call in ns after the capture opened. None if no caller's clock is aligned."""
     active_ns: int
-    """Time in which at least one call ran in a process with an aligned clock, in ns."""
+    """Time in ns in which at least one call ran in a process with an aligned clock."""
     max_ns: int | None
     """Duration of the longest call in ns. None if no call ended."""
     bytes: int | None
@@ -160,8 +160,8 @@ def _bucket(span: Span) -> str | None:
 
 
 def _is_inner(timeline: Timeline, span: Span, bucket: str | None = None) -> bool:
-    """Return True if the span's bytes are already counted by a call around the span, of the same stage (and
-    bucket, if given).
+    """Return whether the span's bytes are already counted by a call around the span. Only calls of the same
+    stage, and of the bucket if one is given, can count them.
     """
     return any(
         label_of(outer) == label_of(span) and bucket in (None, _bucket(outer)) and _bytes(outer) is not None

@@ -36,7 +36,10 @@ def critical_path(graph: StepGraph) -> list[Piece]:
 
 
 class _Walk:
-    """A walk back from the step's end. It enters a call on the path at its end, and leaves at its begin."""
+    """A walk back from the step's end.
+
+    It enters a call on the path at the call's end, and leaves the call at its begin.
+    """
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
@@ -107,8 +110,8 @@ class _Walk:
         return max(turns, key=lambda other: (graph.end_ns[other], other), default=None)
 
     def _last_kid(self, node: int, at_ns: int) -> int | None:
-        """Return the recorded call below a node that ended last before a time, or None if there is none.
-        Calls that ended later are not considered again.
+        """Return the last call below a node that ended by `at_ns`, or None if there is none. Calls that ended
+        later are not considered again.
         """
         left = self._kids_left.get(node, 0)
         kids = self._graph.kids[node] if left else []

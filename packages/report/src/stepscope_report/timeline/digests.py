@@ -25,7 +25,7 @@ from stepscope_report.timeline.readers.contract import GROUP as READERS
 FORMAT = 4
 """Version of the digests' content. Increase it if different content is read from the same trace."""
 SMALLEST = 1 << 16
-"""Traces with fewer bytes get no digest, because reading them takes 0.02 s."""
+"""Traces with fewer bytes get no digest, because they are read in 0.02 s."""
 _TAIL = 1 << 12
 _NUMBERS = ", ".join(map(str, range(4096))).encode()
 """Dictionary for zlib. Each trace lists the ranks of its process groups: with 1,024 ranks, the lists are half
@@ -69,7 +69,7 @@ class Digests:
 
         Args:
             kind: Type of the content.
-            of: Separates different contents of the same files.
+            of: Name that separates different contents of the same files.
         """
         try:
             packed = read_file(self._path(paths, of))

@@ -31,8 +31,8 @@ _PHASES = (
     ("prefill", f"{_LATENCY}time_in_model_prefill"),
     ("decode", f"{_LATENCY}time_in_model_decode"),
 )
-"""(Phase of a vLLM request, attribute with its length), in order. The phases of SGLang are its own spans,
-because its attributes count the queue as prefill."""
+"""(Phase of a vLLM request, attribute with its length), in order. The phases of an SGLang request are spans
+of SGLang, because its attributes count the queue as prefill."""
 _SGLANG = "sglang server"
 """The tracer of SGLang's spans."""
 _SGLANG_STAGES = {
@@ -214,7 +214,7 @@ def _tool(attrs: Mapping[str, AttrValue]) -> str | None:
 
 
 def add_foreign(layout: StepLayout, timeline: Timeline) -> Timeline:
-    """Return the timeline with the spans of other tracers, and parents that are named by trace context."""
+    """Return the timeline with the spans of other tracers. Parents named by trace context are set, too."""
     files = list(_files(layout))
     if not files and all(span.traceparent is None for span in timeline.spans):
         return timeline

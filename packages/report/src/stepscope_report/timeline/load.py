@@ -244,7 +244,7 @@ def _align(
     executor: Executor | None,
     exact: bool,
 ) -> list[Aligned]:
-    """Align each source, in order. The first one is the owner unless the owner left no files."""
+    """Align each source, in order. The first source is the owner, if the owner left files."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
         aligned, reference = align_without_owner(sources)
@@ -434,7 +434,7 @@ def _begun(record: Open, step: int) -> int | None:
 
 
 def window_of(processes: Sequence[Process]) -> Window:
-    """Return the time of the step. The owner is the first process, unless it left no files."""
+    """Return the time of the step. The first process is the owner, if the owner left files."""
     owner = processes[0]
     aligned = [process for process in processes if process.aligned]
     last_ns = max((process.last_ns for process in aligned), default=owner.last_ns)
@@ -449,8 +449,8 @@ def window_of(processes: Sequence[Process]) -> Window:
 def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
     """Return `ProcessInfo.key` of each process in which a profiler ran, an engine's own included.
 
-    A part records this for its own process. The files of an engine show it for the process that wrote them.
-    If that is a worker of the engine without a part, they show it for the replica's process.
+    A part of the manifest states this for its own process. An engine's files show it for the process that
+    wrote them. If this process is a worker that left no part, they show it for the replica's process.
     """
     artifacts = [
         artifact
@@ -471,7 +471,7 @@ def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
 
 
 def _replica(artifact: Artifact, parts: Iterable[ProcessPart]) -> int | None:
-    """Return the replica of an artifact, or None if the process that wrote it left a part of its own."""
+    """Return the replica of an artifact, or None if the process that wrote it left a part of the manifest."""
     known = any((artifact.host, artifact.pid) == (part.process.host, part.process.pid) for part in parts)
     return None if known else artifact.replica
 

@@ -14,8 +14,8 @@ from stepscope_report.timeline.activity.intervals import Pair, unpacked
 from stepscope_report.timeline.readers.chrome import Distributed
 
 Work: TypeAlias = Literal["compute", "communication", "memory", "sync"]
-"""Kind of a device's work. `sync`: a stream waited for another one, or recorded an event, which does not keep
-the device busy."""
+"""Kind of a device's work. `sync`: a stream waited for another one, or recorded an event. Neither keeps the
+device busy."""
 
 
 class Requests(msgspec.Struct, frozen=True):
@@ -156,8 +156,8 @@ class Collective(msgspec.Struct):
 
     name: str
     times: bytes
-    """Start and end of each call in us, packed as doubles. Packed, a call takes 16 bytes; a report has many
-    ranks."""
+    """Start and end of each call in us, packed as doubles. A call then takes 16 bytes, which matters
+    with many ranks."""
 
     def calls(self) -> Iterator[Pair]:
         return unpacked(memoryview(self.times).cast("d"))

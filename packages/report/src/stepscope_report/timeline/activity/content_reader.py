@@ -1,11 +1,11 @@
 """Reader of one torch trace: its operators, kernels, devices, engine iterations and memory.
 
 The reader is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if the
-trace has them. Memory contains one block of the file, and a record for each name and shapes. It grows by 16
-bytes with each interval of device or operator time, and by 20 to 32 with each operator, label, function and
-kernel.
+trace has them. Memory holds one block of the file, and a record for each pair of name and shapes. It grows
+by 16 bytes with each interval of device or operator time, and by 20 to 32 with each operator, label, function
+and kernel.
 
-This file has more than 500 lines, because the types of events and what each event counts as belong together.
+This file has more than 500 lines, because each type of event is decoded and counted in one place.
 
 It reads the files that Kineto writes from torch 1.8 to 2.15, for CUDA, ROCm, XPU, MTIA and CPU.
 """
@@ -92,16 +92,16 @@ _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
 _SIZES = 4096
-"""Largest number of collectives of different groups and sizes that are kept of one trace."""
+"""Largest number of kept combinations of collective, group and size in one trace."""
 _ALL = float("-inf"), float("inf")
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
 _FARTHEST_US = 4e15
 """Largest plausible time or duration: the year 2096, for traces that count from 1970."""
 _ABSOLUTE = re.compile(rb'("ts": ?1)(\d{3})(\d{12})(?!\d)')
-"""A time in us since 1970. A float has only multiples of 0.25 us of it, which is more than `BESIDE`."""
+"""A time in us since 1970. As a float, it is rounded to 0.25 us, which is coarser than `BESIDE`."""
 _NEAR_ZERO = range(3_600_000_000, 996_400_000_000)
-"""Last 12 digits of an absolute time, in us, if no hour beside has other first digits."""
+"""Last 12 digits of absolute times (in us) that are over an hour from any change of the digits in front."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 _json = msgspec.json.encode
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -113,7 +113,7 @@ def read_trace(
     step_mark: str | None = None,
     within: Pair | None = None,
 ) -> TraceContent:
-    """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`.
+    """Read the trace in `path`. A missing or damaged file raises no exception, but is named in `problems`.
 
     Args:
         step_mark: Name of the ranges that are the program's steps, as `mark` of `ProfilerSteps`.
@@ -321,7 +321,7 @@ def _decoded(element: msgspec.Raw) -> list[Event]:
 
 
 def _has_shapes(events: Sequence[Event]) -> bool:
-    """Return whether operators may have shapes. All events of a sound block have one type."""
+    """Return whether operators may have shapes. All slices of a sound block have one type."""
     slices = (event for event in events if isinstance(event, Complete))
     return isinstance(next(slices, None), (_Shaped, _Odd))
 
@@ -350,7 +350,7 @@ class Reading:
         """(first digits of absolute times in the file, their replacement), to read and compare times exactly.
         None until a time of 16 digits was read."""
         self.since_ns = 0
-        """Unix ns that were cut off all times."""
+        """Unix time in ns that was subtracted from all times."""
         self._near = near or _ALL
         self.events = 0
         self.kernels: dict[str, Kernel] = {}
@@ -358,7 +358,7 @@ class Reading:
         self._labels_of: dict[bytes, bytes] = {}
         """{JSON of a process' id: JSON of the arguments of its `process_labels`}."""
         self._device_of: dict[tuple[bytes, bytes], str] = {}
-        """{(JSON of a process' id, of a thread's): the device of the thread, by the thread's name}."""
+        """{(JSON of a process' id, JSON of a thread's id): device that the thread's name states}."""
         self._unit = "GPU"
         self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -414,7 +414,7 @@ class Reading:
         return events
 
     def _shortened(self, text: bytes) -> bytes:
-        """Return the text with times since `since_ns`, if the first time counts from 1970."""
+        """Return the text with `since_ns` subtracted from its times, if the first time counts from 1970."""
         if self._cut_off is None and (first := _ABSOLUTE.search(text)) is not None:
             self._cut_off = b"", b""
             if int(first[3]) in _NEAR_ZERO:

@@ -5,7 +5,7 @@ Otherwise the program launched the kernel too late, and what the program's threa
 cause. HolisticTraceAnalysis makes the same distinction, and calls the second case `host_wait`. Here the
 device also took the time if more than half of the gap, and over 1 ms, came after the launch.
 
-One file of more than 500 lines, because every cause is found in the same columns of calls and kernels.
+This file has more than 500 lines, because every cause is found in the same columns of calls and kernels.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _NOT_OURS = re.compile(
 )
 """Files in a call stack that are not the user's code. Kineto leaves out the part of a path before `torch`."""
 _LONG_US = 1000.0
-"""Time in us beyond which a call is long, and beyond which no launch alone delays a kernel."""
+"""Time in us. A call that takes longer is long. A launch alone delays no kernel for longer."""
 SOON_US = 1.0
 """Largest time in us by which a call may seem to end before the kernel that it waited for has ended."""
 _WAITS = 64
@@ -148,7 +148,7 @@ class DeviceKernels:
 
 @lru_cache(1 << 12)
 def _kind_of(call: str) -> GapKind | None:
-    """Return the cause of gaps that a call into a device's runtime is, or None if it causes no gaps."""
+    """Return the kind of gap that a call into a device's runtime causes, or None if it causes no gaps."""
     if _SYNC.fullmatch(call):
         return "synchronisation"
     if _ALLOCATES.fullmatch(call) and not _NOT_ALLOCATING.fullmatch(call):
@@ -157,8 +157,8 @@ def _kind_of(call: str) -> GapKind | None:
 
 
 class Host:
-    """The calls of threads and the kernels of devices, collected while a trace is read. `gaps` finds the
-    causes of gaps in them.
+    """The calls of threads and the kernels of devices, collected while a trace is read. From these, `gaps`
+    finds the causes of gaps.
     """
 
     def __init__(self, operators: Nested) -> None:
@@ -400,7 +400,7 @@ class _Judge:
     ) -> None:
         """
         Args:
-            long: Starts of the calls whose own time may be what a kernel waited for after its launch.
+            long: Starts of long calls. A kernel launched by such a call may have waited for the call.
         """
         self._long = long
         self._knows_launches, self._main = knows_launches, operators.main

@@ -131,7 +131,7 @@ class DeviceWork:
         return number
 
     def place(self, device_of: Callable[[int | str, int | str], str | None]) -> None:
-        """Set the device of tracks whose events state none, where `device_of` (pid, tid) knows the device."""
+        """Set the device of tracks whose events state no device, if `device_of` (pid, tid) returns one."""
         self.tracks = [
             track._replace(device=device_of(*track.row) or track.device)
             if track.device == track.row[0]

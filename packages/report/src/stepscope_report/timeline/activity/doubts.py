@@ -36,7 +36,7 @@ _PAGE = 1 << 12
 NEVER = float("inf")
 """The start of an id whose start is unknown."""
 _FEW = 10
-"""Largest number of events that may be missing at the edges of a recording without a doubt."""
+"""Number of events that may be missing at the edges of a recording before the trace is doubted."""
 _SHARE = 20
 """There is a doubt if more than one in `_SHARE` events is bad. A smaller share of kernels may be missing
 because they ran after the recording had ended."""
@@ -264,7 +264,7 @@ class Launches:
                     self._captures[captures[name]].append(start_us)
 
     def _lost(self, called: Iterable[float], ran: Iterable[float]) -> int:
-        """Return the number of launches without a kernel that no stream put into a graph."""
+        """Return the number of launches that have no kernel, although no stream put them into a graph."""
         lost = sorted(compress(called, map(NEVER.__eq__, ran)))
         begun, ended = sorted(self._captures["Begin"]), sorted(self._captures["End"])
         if ended and (not begun or ended[0] < begun[0]):

@@ -1,8 +1,8 @@
 """Names of events in a trace: the work that a kernel does, and an engine's annotations.
 
 The patterns for vLLM and SGLang are here and not in the adapters, because a report is often made where no
-adapter is installed. Other packages add patterns by the entry points `stepscope.iterations`, which are tried
-first.
+adapter is installed. The functions that other packages give as entry points `stepscope.iterations` are
+tried first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ contain more."""
 _SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
 _DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})
 _PREFILLS = frozenset({"EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"})
-"""Forward modes of SGLang. `DRAFT` is left out, because a pass of the draft model gives no tokens."""
+"""Forward modes of SGLang that read prompts. `DRAFT` is left out: the draft model gives no tokens."""
 _OF_TORCH = re.compile(
     r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach_?|record_param_comms"
 )

@@ -160,7 +160,7 @@ def length(pairs: Iterable[Pair]) -> float:
 
 
 def packed(typecode: str, values: Sequence[float]) -> bytes:
-    """Return the bytes that an array of these numbers has. Three times as fast as to add each number to an
+    """Return the bytes of an array of these numbers. This is three times as fast as adding each number to an
     array.
     """
     return struct.pack(f"{len(values)}{typecode}", *values)

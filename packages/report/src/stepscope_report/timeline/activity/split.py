@@ -1,8 +1,8 @@
 """Split of traces of the whole step by the stage in which their operators and kernels began.
 
-The stage at a moment is the phase of an engine's iteration, or else the process' latest open span that does
-not only wait. A kernel belongs to the stage in which it began on the device, which may be later than the
-stage of its launch.
+The stage at a moment is the phase of an engine's iteration, or else the stage of the process' latest open
+span that does not only wait. A kernel belongs to the stage in which it began on the device, which may be
+later than the stage of its launch.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def align(
 
 
 def samples_of(key: str, reference: Reference) -> list[Sample]:
-    """Return the owner's samples of a process' clock by the owner's time; empty without an anchor."""
+    """Return samples of a process' clock in order of the owner's time; empty if the owner has no anchor."""
     place = reference.place
     if place is None:
         return []
@@ -323,8 +323,8 @@ def _fit(
 
 
 def _on_its_clock(sample: Sample) -> Sample:
-    """Return a sample by the time of the process' clock, with the drift during the uncertain time added to
-    its error.
+    """Return a sample with its time on the process' clock. The drift during the uncertain time is added to
+    `within_ns`.
     """
     owner_ns, offset_ns, within_ns = sample
     return Sample(owner_ns + offset_ns, offset_ns, within_ns + within_ns * DRIFT_PPM // 1_000_000)
@@ -419,10 +419,10 @@ def is_wall(at_ns: int) -> bool:
 
 
 def wall_base(base_ns: int | None, at_us: float | None) -> int | None:
-    """Return the unix ns at which the times of a trace begin, or None if it has a clock of its own.
+    """Return the unix ns at which a trace's times are 0, or None if the trace has a clock of its own.
 
     Args:
-        base_ns: The base that the file states, or None if it states none: its times may count from 1970.
+        base_ns: The base that the file states, or None if it states none. Its times may then count from 1970.
         at_us: A time in the file, or None if the file has no times.
     """
     since_ns = base_ns or 0
@@ -430,8 +430,8 @@ def wall_base(base_ns: int | None, at_us: float | None) -> int | None:
 
 
 def middle(times: Iterable[float]) -> float | None:
-    """Return the upper median of some times, which a few wrong times hardly move: a wrong time is more often
-    0 than in the future. None if there are no times.
+    """Return the upper median of some times, or None if there are no times. A wrong time hardly moves it,
+    because wrong times are more often 0 than in the future.
     """
     ordered = sorted(times)
     return ordered[len(ordered) // 2] if ordered else None

@@ -83,8 +83,8 @@ class Series(msgspec.Struct):
     """The collectives of one kind on one host."""
 
     numbered: bool
-    """True if the keys of `times` are torch's numbers, so that partial series match. False if the collectives
-    are counted."""
+    """True if the keys of `times` are torch's numbers, so that partial series match. False if they
+    count the collectives in order."""
     count: int
     times: dict[int, Times]
 
@@ -152,7 +152,7 @@ def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | 
 
 
 class Call(NamedTuple):
-    """One collective on a device, in the times of its trace."""
+    """One call of a collective on a device. Its times are those of the trace."""
 
     op: str
     group: str

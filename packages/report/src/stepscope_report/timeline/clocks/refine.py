@@ -54,7 +54,7 @@ from stepscope_report.timeline.sources import Source
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
 """{index of a source: its collectives by kind}."""
 _MOST_DRIFT_PPM = 500
-"""Largest drift at which collectives are matched; kernels slew clocks at most as fast."""
+"""Largest drift at which collectives are matched. No operating system slews a clock faster."""
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions by which the windows of two ranks may differ although they contain equally many collectives."""
 Pairs = Mapping[int, tuple[Times, Times]]
@@ -174,8 +174,8 @@ def _one_clock(samples: Sequence[Sample]) -> bool:
 
 
 def _extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int, int]:
-    """Return the first and last time of a process on its own wall clock; an upper bound if it was never
-    closed.
+    """Return the first and last time of a process on its own wall clock. If its capture was never closed, the
+    last time is an upper bound.
     """
     opened, closed = source.opened, source.closed
     if closed is not None:

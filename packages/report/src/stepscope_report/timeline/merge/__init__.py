@@ -85,8 +85,8 @@ def _spelled(ranks: range) -> str:
 
 
 class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the timeline. The first field is one with which no event begins: otherwise readers would take
-    the record at the file's end for events.
+    """A row of the timeline. No event begins with the first field, `role`. Otherwise readers would take the
+    rows, at the end of the file, for events.
     """
 
     role: str
@@ -136,7 +136,7 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run_id: str
     base_ns: int
-    """Origin of the times in unix ns on the owner's clock: an event's time is this + `ts` * 1000."""
+    """Origin of the times in unix ns on the owner's clock: an event is at `base_ns` + `ts` * 1000."""
     window_ns: tuple[int, int]
     """Start and end of the step in unix ns."""
     rows: tuple[MergedRow, ...]

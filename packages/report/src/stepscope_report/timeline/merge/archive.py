@@ -35,7 +35,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     """Name of the process, under which Perfetto groups the file's tracks."""
     offset_ns: int | None
-    """Number to add to the file's times, to place them on the archive's time axis, or None if unknown."""
+    """Ns to add to the file's times, to place them on the archive's time axis, or None if unknown."""
 
 
 class Archived(msgspec.Struct, frozen=True, kw_only=True):

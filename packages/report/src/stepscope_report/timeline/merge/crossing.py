@@ -25,8 +25,8 @@ however start and duration are rounded."""
 _EQUAL_US = 0.0002
 """Ends that differ by less than this time in us are equal."""
 _NEAR = 512
-"""Number of slices at the end of a run among which a late slice is inserted: some files are sorted by
-ends."""
+"""A late slice is inserted into a run if it belongs among this many last slices: some files are sorted
+by ends."""
 _JOINED = 8
 """Number of runs that are joined into one, and of joined runs that are joined again."""
 _ALWAYS = float("inf")

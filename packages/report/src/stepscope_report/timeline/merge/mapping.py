@@ -229,7 +229,7 @@ class Tracks:
         self._unnamed.pop((row.pid, tid), None)
 
     def describe(self, row: Row, pid: str, field: str, value: str) -> bool:
-        """Record a file's description of one of its pids: `labels` ("CPU", "GPU 0"), or the weaker `name`.
+        """Record a file's description of one of its pids: `labels` ("CPU", "GPU 0"), or else its `name`.
 
         Returns:
             True if the description was new.

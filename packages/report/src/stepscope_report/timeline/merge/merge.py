@@ -368,7 +368,7 @@ def merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged
 
 
 def _batches(events: Iterable[JsonEvent]) -> Iterator[list[JsonEvent]]:
-    """Yield short lists of events, so that their memory does not matter."""
+    """Yield short lists of events, which take little memory."""
     remaining = iter(events)
     while batch := list(islice(remaining, _BATCH)):
         yield batch
