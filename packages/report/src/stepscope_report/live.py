@@ -38,9 +38,9 @@ class StageNow(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     """`role/stage`."""
     last_s: float
-    """Seconds in the last step that ended; 0 if the stage did not run."""
+    """Duration in seconds in the last step that ended; 0 if the stage did not run."""
     median_s: float
-    """Median in seconds over the last steps in which the stage ran."""
+    """Median duration in seconds, over the last steps in which the stage ran."""
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageNow, ...]
     lanes: tuple[Lane, ...]
     dead: tuple[str, ...] = ()
-    """Names of workers and ranks whose process has ended, while others answered."""
+    """Names of workers and ranks whose process has ended, while other processes answered."""
     flights: int
     """Number of trajectories under way."""
     oldest: tuple[Flight, ...]
@@ -112,7 +112,7 @@ def live(
         states: The states of the processes that answered.
         recorded: Counters of the last step on disk that has some.
         recorded_step: The number of that step.
-        dead: Names of processes that have ended while others answered.
+        dead: Names of processes that have ended while other processes answered.
     """
     last = list(lines)[-COMPARED:]
     owner = next((state for state in states if state.step_age_ns is not None), None)
@@ -146,8 +146,8 @@ def live(
 
 
 def usual_ns(lines: Sequence[StepLine], step: int | None) -> list[int]:
-    """Return the durations of those of the last steps that are of the same kind as step number `step`. If
-    `step` is None, the durations of all last steps are returned.
+    """Return the durations of the last steps of the same kind as step number `step`, or of all last steps if
+    `step` is None.
     """
     took = {line.step: line.dur_ns for line in lines[-COMPARED:]}
     same = took if step is None else like(step, took)

@@ -62,22 +62,23 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[str, ...]
     """The ids of all runs that left something in the step's folder."""
     tracer: str = ""
-    """Name of the tracer that made all spans, if stepscope recorded nothing; `run_id` names their folder."""
+    """Name of the tracer that made all spans, if stepscope recorded nothing. `run_id` then names the spans'
+    folder."""
     opened_ns: int
     """Unix time in ns at which the capture opened."""
     cause: Cause | None = None
-    """The culprit: what the step waited for, and what took longer than similar work. None if nothing did."""
+    """The cause of a slow step, or None if no work that the step waited for took longer than similar work."""
     unexplained_ns: int | None = None
     """Part of the step's excess over its neighbours that no stage explains, or None if it has no
     neighbours."""
     advice: tuple[Advice, ...]
-    """Advice: alarms first, then the largest possible saving."""
+    """Advice: first alarms, then hints by possible saving, the largest first."""
     breakdown: Breakdown
     critical_path: CriticalPath
     baseline: Baseline | None
     """The uncaptured steps to compare with; None if none is known."""
     compared: tuple[int, ...] = ()
-    """Numbers of the captured steps that this step was compared with, because it took longer."""
+    """Numbers of the captured steps that took less time, and that this step was compared with."""
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
     """The slowest trajectories, or None if no span belongs to a trajectory."""

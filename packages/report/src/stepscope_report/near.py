@@ -62,7 +62,7 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def near_step(path: StepPath) -> NearStep:
-    """Return the figures of a step that can be compared with another step."""
+    """Return the figures of a step, for a comparison with another step."""
     timeline, names, calls = (
         path.graph.timeline,
         ToolNames(path.graph.timeline),
@@ -126,8 +126,8 @@ def collected_times(timeline: Timeline) -> dict[str, int]:
 
 
 def top_stages(timeline: Timeline) -> dict[str, float]:
-    """Return {`role/stage`: seconds} of the owner's top spans that began in the step, as in the recorder's
-    lines.
+    """Return {`role/stage`: seconds} of the owner's top spans that began in the step. The recorder's lines
+    contain the same figures.
     """
     stages, start_ns = Counter[str](), timeline.window.start_ns
     for span in timeline.spans:
@@ -201,5 +201,5 @@ class Neighbours:
 
 
 def is_longer(ns: int, usual_ns: int) -> bool:
-    """Return whether a step of `ns` took at least a tenth longer than a step of `usual_ns`."""
+    """Return True if `ns` is at least a tenth longer than `usual_ns`."""
     return ns * 10 >= usual_ns * 11

@@ -240,7 +240,7 @@ class OpenRun(Briefed):
         return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
 
     def read_first(self) -> OpenStep:
-        """Return the step that failed, else the longest, of the steps that can be read.
+        """Return the step that failed, or else the longest step, among the steps that can be read.
 
         Raises:
             RecordError: no step can be read.

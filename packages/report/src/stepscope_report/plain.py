@@ -1,4 +1,5 @@
-"""Report and comparison of traces that stepscope did not write: the sections without spans, and steps."""
+"""Report and comparison of traces that stepscope did not write. Such reports have only sections that need no
+spans."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
     window_ns: int
     """Time in ns from the first to the last event of all processes, on one clock."""
     advice: tuple[Advice, ...]
-    """Advice: alarms first, then the largest possible saving."""
+    """Advice: first alarms, then hints by possible saving, the largest first."""
     processes: tuple[ProcessRow, ...]
     engines: tuple[Engine, ...]
     throughput: Throughput | None

@@ -281,7 +281,7 @@ def _of_worker(files: Iterable[TraceActivity]) -> Recording:
 
 
 def _merged(workers: Sequence[Recording]) -> Recording:
-    """Return the recording of one engine, made of its workers' recordings."""
+    """Return the recording of the worker with the most passes, marked idle only if all workers were idle."""
     fullest = max(workers, key=lambda worker: len(worker.passes))
     return fullest._replace(idle=all(worker.idle for worker in workers))
 
@@ -292,18 +292,17 @@ _FACTS = {
     "output_tokens": "output",
     "preemptions": "preemptions",
 }
-"""{attribute of a request's span, as `record_request` sets it: field of `Tokens` that its value is added
-to}."""
+"""{attribute that `record_request` sets on a request's span: field of `Tokens` for the sum of its values}."""
 _PHASE_FACTS = {"prefill": "prompt", "decode": "output"}
-"""{stage: field of `Tokens` that the attribute `tokens` of its spans is added to, if no request states the
+"""{stage: field of `Tokens` for the sum of `tokens` of the stage's spans, if no request states the
 number}."""
 _REQUESTS_AT_ENDS = tuple(
     f"requests_{queue}_at_{when}" for queue in ("running", "waiting") for when in ("start", "stop")
 )
-"""Numbers of requests that an adapter reads at the start and at the stop of a recording."""
+"""Names of the numbers of requests that an adapter reads at the start and at the stop of a recording."""
 _COUNTERS = {"prompt_tokens": "prompt", "generation_tokens": "output", "preemptions": "preemptions"}
-"""{counter that an adapter reads at the start and at the stop: field of `Tokens` that its growth is added
-to}."""
+"""{counter that an adapter reads at the start and at the stop: field of `Tokens` for the counter's
+growth}."""
 
 
 def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dict[_Key, Tokens]:
@@ -379,8 +378,8 @@ def _number(attrs: Mapping[str, object], name: str) -> int | None:
 
 
 def _stretches(marks: Iterable[tuple[int, int, Mark]], until_ns: int) -> list[tuple[int, int]]:
-    """Return the stretches in which a replica was paused: from the start of a pause to the end of the span
-    that resumes the replica.
+    """Return the stretches in which a replica was paused. A stretch lasts from the start of a pause to the
+    end of the next resume, or to `until_ns`; or it is a span that loads weights.
     """
     stretches: list[tuple[int, int]] = []
     since_ns: int | None = None

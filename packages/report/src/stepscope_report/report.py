@@ -2,8 +2,9 @@
 
 A test compares the headings of docs/report.md with this list. Other packages add sections by the entry points
 `stepscope.report_sections`; docs/extending.md has an example. The terminal and the JSON (`added`) show added
-sections last, by the name of the entry point. On the page, `Section.page` places all sections. If an added
-section raises an exception, the report names it and keeps the other sections.
+sections last, by the name of the entry point. On the page, every section is in the group that its
+`Section.page` gives. If an added section raises an exception, the report names it and keeps the other
+sections.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def step_report(
 
     Args:
         traces: The step's traces, from `load_traces`, or None for a report of spans only.
-        near: Other captured steps of the same kind, from `Neighbours`, to compare the cause with.
+        near: Other captured steps of the same kind, from `Neighbours`, to compare this step with.
     """
     sources = Sources(timeline, traces, near)
     report = StepReport(

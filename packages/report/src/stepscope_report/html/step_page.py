@@ -123,8 +123,8 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 
 
 def _ended(health: Health) -> list[Html]:
-    """Return the notes on an early end of the capture and on missing data. They come before
-    everything else.
+    """Return the notes in the head of the page: an early end of the capture, a step of the flight recorder,
+    missing data, and a repeated capture.
     """
     ended, again = say_ended(health), say_again(health)
     incomplete = say_incomplete(health)

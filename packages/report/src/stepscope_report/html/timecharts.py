@@ -11,18 +11,18 @@ from stepscope_report.formatting import count, duration
 from stepscope_report.html import Colours, Html, join, legend, percent, section, tag, text
 
 LANE = 13
-"""Height in pixels from which a lane shows names."""
+"""Least height in pixels at which a lane shows names."""
 TALL = 600
 """Height in pixels that all lanes of a chart should take together. A lane is at least `LANE` and at most
 three times `LANE` high."""
 NAMED = 0.06
 """Least share of the chart's width at which a mark shows its name."""
 LABELLED_STRIP = 9
-"""Height in pixels of a strip from which every row shows its name. In a lower strip, about one name in 64
-pixels is shown; the other names are shown under the pointer."""
+"""Least height in pixels of a strip at which every row shows its name. In lower strips, about one name in 64
+pixels is shown, and the other names are shown under the pointer."""
 EARLY = 1000
-"""A call is drawn as begun before the step if its start is at least 1 / `EARLY` of the step earlier than the
-step's start."""
+"""A call is drawn as begun before the step if it began at least 1 / `EARLY` of the step's duration
+earlier."""
 
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
@@ -122,7 +122,7 @@ def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, w
 
 
 def _thick(height: int) -> int:
-    """Return the height in pixels of a mark in a lane, which leaves a line between lanes if there is room."""
+    """Return the height in pixels of a mark: one less than the height of its lane, if there is room."""
     return height - 1 if height > 4 else height
 
 

@@ -1,7 +1,7 @@
 """*What to do*: the advice of a report, alarms first.
 
 Each rule is a pure function of the report's figures. It returns advice if the figures support the advice,
-else None. Advice names the figures, and an upper bound of the time that following the advice could save.
+else None. Advice names these figures, and an upper bound of the possible saving.
 """
 
 from __future__ import annotations
@@ -105,14 +105,15 @@ RULES: Sequence[Rule] = (
 
 
 NEEDS_ALL: frozenset[Rule] = frozenset({collectives, vain_wait, blind_spot, no_rollout})
-"""Rules on work that nobody seems to do. A process that died or left nothing may have done this work."""
+"""Rules on work that no process seems to do. A process that died or left nothing may have done this work."""
 
 
 def step_advice(evidence: Evidence) -> Table[Advice]:
     """Return the advice of all rules: alarms, then hints by possible saving (largest first), then the advice
     on the cost of the capture itself. Advice with equal savings keeps the order of `RULES`.
 
-    There are no hints on a step that the death of a process ended, because its waits were for that process.
+    There are no hints if the death of a process ended the step, because other processes then waited for that
+    process.
     """
     health = evidence.health
     lacks_one = has_deaths(health) or bool(health.absent)

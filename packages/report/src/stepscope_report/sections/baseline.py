@@ -25,8 +25,8 @@ too small."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """Uncaptured steps near the captured one, of the same loop and, if possible, of the same kind. Their
-    durations contain no opening or closing of a capture, and so compare with `Breakdown.window_ns`.
+    """Uncaptured steps near the captured one, of the same loop and, if possible, of the same kind. Like
+    `Breakdown.window_ns`, their durations contain no opening or closing of a capture.
     """
 
     steps: tuple[int, ...]
@@ -47,7 +47,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     too."""
     excess_ns: int | None
     """Duration of the captured step minus `p50_ns`. Negative if the step was shorter. None if the recording
-    ended before the step did."""
+    ended before the step."""
     between_ns: int | None
     """Median time between the end of an uncaptured step and the start of the next one: data loading,
     evaluation, or other work of the framework. None if no two uncaptured steps are consecutive."""
@@ -57,8 +57,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the end of the previous step to the opening of this capture. None if the previous step was
     not recorded."""
     tokens_ratio: float | None = None
-    """Tokens of the step that the loop's process counted with `step_tokens`, divided by the median of the
-    uncaptured steps: of rollout or training, whichever differs more. None if unknown."""
+    """Tokens that `step_tokens` counted in the loop's process, divided by the median of the uncaptured steps.
+    The ratio is of rollout or of training tokens, whichever differs more. None if unknown."""
     warms_up: bool = False
     """`Timeline.warms_up`."""
     cost_ns: int | None
@@ -140,7 +140,7 @@ def _cost_ns(breakdown: Breakdown) -> int:
 
 def _whole(timeline: Timeline) -> bool:
     """Return True if the recording lasted until the end of the step. False if an exception or a budget ended
-    the recording before.
+    the recording earlier, or if the step still runs.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     cut = any(part.ended_by is not None or is_truncated(part) for part in parts if part.owner)
@@ -148,8 +148,8 @@ def _whole(timeline: Timeline) -> bool:
 
 
 def say_usual(baseline: Baseline | None, captured: Sequence[int] = ()) -> str:
-    """Return the durations of uncaptured steps as text: `20 uncaptured steps (3-12, 14-23): median 4.10 s,
-    ...`.
+    """Return the durations of uncaptured steps as text: `20 uncaptured steps near it (3-12, 14-23) took 4 s
+    (median; ...)`.
 
     Args:
         captured: Numbers of the captured steps that this step was compared with instead, if any.

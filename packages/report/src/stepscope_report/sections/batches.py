@@ -78,9 +78,10 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens of all passes."""
     sizes: tuple[BatchSize, ...]
     rollout_ns: int
-    """Time from the start of the first pass of any engine in this step to the end of the last pass."""
+    """Time from the start of the first pass to the end of the last pass in this step, over all engines."""
     thin_ns: int
-    """Time from the end of this engine's last pass with at least `FEW` requests to the end of the rollout."""
+    """Time from the end of this engine's last pass with at least `FEW` requests to the end of the rollout.
+    `rollout_ns` if there is no such pass."""
 
 
 def step_batches(timeline: Timeline) -> tuple[Batches, ...]:
