@@ -211,8 +211,8 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
 
 
 def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
-    """Attribute each stretch between the trainer's part and the engine's part of a weight sync to the stage
-    `TRANSFER`, by a change of `shares`. Return the other stretches, which remain unaccounted, as gaps.
+    """In `shares`, add each stretch between the trainer's and the engine's part of a weight sync to the stage
+    `TRANSFER`. Return the other stretches as gaps: they remain unaccounted.
     """
 
     def label_of(index: int | None) -> Label | None:
@@ -294,10 +294,10 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
 
 
 class _Shown(NamedTuple):
-    """One line of the account, as the table shows the line."""
+    """One line of the account's table."""
 
     line: Line | None
-    """The line, or None for all smaller stages together."""
+    """The line of the breakdown, or None for all smaller stages together."""
     name: str
     wall_ns: int
     share: str

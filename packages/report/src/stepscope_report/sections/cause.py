@@ -51,8 +51,8 @@ from stepscope_report.suspects import (
 from stepscope_report.timeline import Timeline
 
 MORE_TOKENS = 1.25
-"""Smallest ratio of the tokens of two steps, or of two steps' calls, at which a longer time is told together
-with the tokens."""
+"""Smallest ratio of the tokens of two steps, or of calls in two steps, at which the report names the tokens
+beside the longer time."""
 OTHERS = 4
 """Largest number of further causes that a report keeps."""
 _LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-collective"})
@@ -83,8 +83,8 @@ class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
     took_ns: int | None
     """Time of the slow part, or None if no span measures it."""
     usual_ns: int | None
-    """Usual time of the same work, or None if unknown. `sentence` names the calls or steps that it comes
-    from."""
+    """Usual time of the same work, or None if unknown. `sentence` names the calls or steps from which that
+    time comes."""
     process: CauseProcess | None
     role: str | None
     stage: str | None
@@ -208,8 +208,8 @@ def explain(
 
 
 def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Return the suspects for late ranks whose delay is explained by time in no span, as far as this time is
-    longer than in the captured neighbouring steps.
+    """Return the suspects for late ranks whose delay lies in no span, if time in no span grew by at least
+    half of the delay over the captured neighbouring steps.
     """
     longer_ns = outside_ns(path) - middle(step.outside_ns for step in near)
     return (
@@ -223,8 +223,8 @@ def _late_outside(found: Iterable[Suspect], path: StepPath, near: Sequence[NearS
 
 
 def _collected(found: Iterable[Suspect], timeline: Timeline, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Return the suspects whose process Python's garbage collector stopped for at least twice as long as in
-    the captured neighbouring steps.
+    """Return the suspects for Python's garbage collector, if it stopped their process for at least twice as
+    long as in the captured neighbouring steps.
     """
     names = [process.name for process in timeline.processes]
     return (
@@ -293,7 +293,7 @@ def _stood_still(suspect: Suspect, found: Iterable[Suspect], timeline: Timeline)
 
 
 def _told_once(found: Iterable[Suspect]) -> list[Suspect]:
-    """Return the suspects without those for a process whose garbage collector an earlier suspect names."""
+    """Return the suspects, with at most one suspect for the garbage collector of each process: the first."""
     first: dict[int | None, Suspect] = {}
     return [one for one in found if one.kind != "gc" or first.setdefault(one.process, one) is one]
 
@@ -311,8 +311,8 @@ def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
 
 
 def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
-    """Yield a suspect for the time since the previous step, if this time is longer than nine tenths of the
-    times between steps.
+    """Yield a suspect for the time since the previous step, if this time is at least a tenth above the 90th
+    percentile of the times between steps.
     """
     if baseline is None or baseline.before_ns is None or not baseline.between_ns:
         return
@@ -436,8 +436,8 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
 
 
 def _more_tokens(label: Label, own: NearStep, near: Sequence[NearStep]) -> str:
-    """Return words for the tokens of a stage if it had more than in the captured neighbours, and each took
-    about as long as there. Empty otherwise.
+    """Return words for the tokens of a stage, if the stage had more tokens than in the captured neighbours
+    and took about as long per token. Empty otherwise.
     """
     usual = middle(step.tokens.get(label, 0) for step in near)
     tokens, ns = own.tokens.get(label, 0), own.stage_ns(label)
@@ -476,7 +476,7 @@ def _grown_at_the_top(
     """Yield a suspect for each top stage of the owner that took longer than in the uncaptured neighbouring
     steps.
 
-    A stage's growth counts up to the stage's time on the critical path. For a stage that only waits the whole
+    A stage's growth counts up to the stage's time on the critical path. If the stage only waits, its whole
     growth counts, because the critical path does not run through waits.
 
     Args:
@@ -695,7 +695,7 @@ def _where(timeline: Timeline, suspect: Suspect) -> str:
 
 def _waited(suspect: Suspect) -> str:
     """Return the clause on how much shorter the step would be, and on the stage in which other ranks waited.
-    Without such a stage, empty if the step would be shorter by about the growth of the slow part.
+    Empty if there is no such stage and the step would be shorter by about the growth of the slow part.
     """
     if suspect.ns is None:
         return "; whether the step waited for it is not known"
@@ -748,8 +748,8 @@ def _suspects(sources: Sources) -> list[Suspect]:
 
 def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
     """Yield a suspect for the rank that another rank waited for in collectives, as traces show. Nothing if
-    the process of the awaited rank is in `known`, or if spans show that others waited for it, and so with
-    what it was busy.
+    the awaited rank's process is in `known`, or if spans already show that others waited for this rank: the
+    spans then also show its work.
     """
     if not sources.activities:
         return
@@ -826,7 +826,7 @@ CAUSE: Section[Cause | None] = Section(
 
 def beside_profiled(sources: Sources) -> int | None:
     """Return the ns of the step's excess that a comparison with profiled steps explains. None if no captured
-    step near this one took less, or if one of those was not profiled.
+    step near this one took less time, or if a step of the comparison was not profiled.
     """
     explained = sources.value_of(_EXPLAINED)
     known = bool(sources.near) and all(step.profiled for step in sources.near)
@@ -842,7 +842,7 @@ UNEXPLAINED = Section(
 
 
 def is_explained(sources: Sources) -> bool:
-    """Return True if the causes explain half of the time by which the step was longer than usual."""
+    """Return True if the causes explain at least half of the time by which the step was longer than usual."""
     explained = sources.value_of(_EXPLAINED)
     excess_ns, rest_ns = explained.excess_ns, explained.unexplained_ns
     return excess_ns is not None and rest_ns is not None and rest_ns * 2 <= excess_ns

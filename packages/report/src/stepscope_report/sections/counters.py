@@ -140,8 +140,8 @@ def _busy_hosts(rows: Sequence[CounterRow]) -> Iterator[BusyHost]:
 
 
 def say_busy_hosts(counters: Counters) -> str:
-    """Return a sentence on the busiest host whose cores were all busy, and the number of others. Empty if
-    there is no such host.
+    """Return a sentence on the busiest host whose cores were all busy, and the number of other such hosts.
+    Empty if there is no such host.
     """
     if not counters.busy_hosts:
         return ""
@@ -374,7 +374,7 @@ def _ran_ns(loop: Counter, start_ns: int) -> int:
 
 
 def _without_core_ns(block: _Block, waits: Sequence[Piece]) -> int:
-    """Return for how many ns of a block the loop's thread had work and no free core.
+    """Return the ns of a block in which the loop's thread had work but no free core.
 
     Args:
         waits: The thread's waits for a core, in percent. Empty if they are unknown.
@@ -433,8 +433,8 @@ def _begin_ns(
 def _edges_ns(
     call: int, calls: Sequence[int], from_ns: int, until_ns: int, timeline: Timeline
 ) -> Iterator[int]:
-    """Yield the times between two times at which the spans of a call's thread began and ended, except spans
-    below the call.
+    """Yield the times after `from_ns` and before `until_ns` at which spans of the call's thread began or
+    ended. Spans below the call are left out.
     """
     spans = timeline.spans
     for index in calls:
@@ -612,7 +612,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 ALL_BUSY = 90
-"""Mean load in percent from which all cores of a host count as busy."""
+"""Least mean load in percent at which all cores of a host count as busy."""
 DRAWN = 32
 """Largest number of rows of one counter that are all drawn. If there are more, every k-th row and the highest
 row are drawn."""

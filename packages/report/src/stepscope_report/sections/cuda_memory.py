@@ -65,7 +65,7 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cuda_memory_peaks(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:
-    """Return a row for each device of each snapshot: first the out-of-memory errors, then by peak."""
+    """Return a row for each device of each snapshot: first out-of-memory errors, then the largest peaks."""
     spans: dict[int, _Stack] = {}
     rows = []
     for record in records:
@@ -178,7 +178,7 @@ def _cells(row: CudaMemory) -> tuple[str, ...]:
 
 
 def _holders(row: CudaMemory) -> list[tuple[str, ...]]:
-    """Return a table row for each holder. Then come rows for memory from before the recording and for memory
+    """Return a table row for each holder. Two more rows follow: memory from before the recording, and memory
     of other holders, if there is any.
     """
     cells = [

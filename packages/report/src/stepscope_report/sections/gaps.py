@@ -91,7 +91,7 @@ class CauseOfGaps(NamedTuple):
     total_ns: int
     longest_ns: int
     mostly: GapRow
-    """The first row, in order of process, with the call and line that have the most time in all processes."""
+    """Row with the call and line that have the most time over all processes: the row of the first process."""
     mostly_ns: int
     """Total time of all rows with the call and line of `mostly`."""
 

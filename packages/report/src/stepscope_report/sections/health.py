@@ -106,13 +106,13 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that `instrument` replaced, and of which no process recorded a call."""
     opened_by: OpenedBy = "program"
     """`instrument` if an unedited program was instrumented, `program` if the program opens captures itself.
-    Advice names only settings that its user can change."""
+    Advice names only settings that the user of the program can change."""
     user_error: str | None
     """The exception of the user's code that ended the capture, or None. An exception alone does not make the
     step incomplete."""
     outside: dict[str, str] = {}
-    """{name of a rank: the innermost call that it was in} of the ranks that had not entered a collective
-    which failed in all other ranks, as after its timeout. Empty if a rank died or failed by itself."""
+    """{name of a rank: its innermost call}, for ranks that had not entered a collective when the collective
+    failed in all other ranks, for example by a timeout. Empty if a rank died or failed by itself."""
     captures: int = 1
     """Number of times that one process captured this step. The report is of the last capture."""
     recorder: Recorded | None = None
@@ -134,7 +134,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
     """Names of processes that died in the step and left nothing in its folder."""
     absent: tuple[str, ...] = ()
-    """Names of other processes that should have left something in the step's folder, and did not."""
+    """Names of processes that should have left something in the step's folder and did not, besides `lost`."""
     doubts: tuple[str, ...]
     """All reasons why the step is not complete; empty for a complete step."""
     complete: bool
@@ -513,8 +513,8 @@ def say_again(health: Health) -> str:
 
 
 def say_deaths(health: Health) -> str:
-    """Return the names of up to three processes that died in the step, each with the longest call that the
-    process is known to have been in, or that left nothing. Empty if there are none.
+    """Return up to three processes that died in the step or left nothing in its folder, and the number of
+    further ones. For a dead process, its longest known open call is named. Empty if there is no such process.
     """
     dead = [row.name for row in health.processes if row.died]
     calls = {span.process: f"{span.role} {span.stage}" for span in reversed(health.open_spans)}

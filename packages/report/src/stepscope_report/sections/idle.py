@@ -177,7 +177,7 @@ class _Shift:
         self._runs = Counter[int]()
         """Number of running innermost work spans in each process."""
         self._runs_now = Counter[int]()
-        """Number of running innermost work spans in each process whose work is for this step."""
+        """Number of running innermost work spans for this step, in each process."""
         self._workers = self._workers_now = 0
         """Number of running innermost work spans outside the owners: of all steps, and of this step."""
         self._piece = 0
@@ -289,8 +289,8 @@ class _Shift:
                 )
 
     def _wait(self, start_ns: int, end_ns: int) -> None:
-        """Attribute the time from `start_ns` to `end_ns` to the pieces of the critical path. Calls must be in
-        order of time.
+        """Attribute the time from `start_ns` to `end_ns` to the pieces of the critical path. Call this method
+        in order of time.
         """
         pieces = self._path.pieces
         while start_ns < end_ns:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _SHOWN = 15
 """Largest number of labels of a role that are printed. Labels with the most time are printed."""
 KEPT = 256
-"""Largest number of labels of a role in a report, without the labels around them, which are kept too. Labels
-with the most time are kept."""
+"""Largest number of labels of a role in a report: those with the most time. The labels around them are kept
+too, and are not counted."""
 
 
 class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
-    """Return the labels of each role. Each label is followed by the labels inside, the longest first."""
+    """Return the labels of each role. Each label is followed by the labels inside it, the longest first."""
     sums: dict[str, dict[tuple[str, ...], _Sum]] = {}
     doubted = set[str]()
     for activity in activities:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 WORST = 10
 LAST = (10, 5, 1)
-"""Parts of the trajectories in percent, counted from the last to end. `Hold` contains the time for which the
-other trajectories waited for each part."""
+"""Percentages of the trajectories: the last 10, 5 and 1 % to end. For each, a `Hold` has the time for which
+the other trajectories waited."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Number of the last trajectories: `percent` of all, rounded up."""
     held_ns: int
-    """Time from the end of the last other trajectory to the end of the last trajectory of all, in ns."""
+    """Time in ns from the end of all other trajectories to the end of the last trajectory."""
 
 
 class Bubble(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,8 +193,8 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int = 0
     """Number of cancelled trajectories. They are in no other number here."""
     cancelled_after_ns: int = 0
-    """Time from the end of the last other trajectory to the end of the last cancelled trajectory. 0 if the
-    cancelled trajectory ended first, or if no trajectory was cancelled."""
+    """Time from the end of the last trajectory that was not cancelled to the end of the last cancelled
+    trajectory. 0 if the cancelled trajectory ended first, or if there is none."""
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
     """Part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or

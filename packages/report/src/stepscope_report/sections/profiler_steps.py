@@ -73,8 +73,8 @@ def _known(us: float | None) -> int | None:
 
 
 def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
-    """Yield a table of the steps of each process. If there are more than `_PROCESSES`, the processes with the
-    longest steps have a table.
+    """Yield a table of the steps of each process. If there are more than `_PROCESSES` processes, only those
+    with the longest steps have a table.
     """
     by_process = grouped(rows, lambda row: row.process)
     order = sorted(by_process, key=lambda name: -max(row.dur_ns for row in by_process[name]))
@@ -155,5 +155,5 @@ _COLUMNS: dict[str, Callable[[ProfilerStepRow], int | None]] = {
     "backward": lambda row: row.backward_ns,
     "optimizer": lambda row: row.optimizer_ns or None,
 }
-"""Columns of the table, with a function that returns the time in ns. A column without any time is left
+"""{column of the table: function that returns its time in ns, or None}. A column without any time is left
 out."""

@@ -312,7 +312,7 @@ def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
 
 
 def _parts(stage: Stage, share: Share) -> str:
-    """Return the time at work as text, with the time of waits inside if the stage has waits worth showing."""
+    """Return the time at work as text, followed by the time of waits inside if `Stage.waited`."""
     least = "at least " if share.cut else ""
     if not stage.waited:
         return f"{least}{duration(share.busy_ns)}"
@@ -345,7 +345,7 @@ def ratio(value: float | None) -> str:
 
 
 NUMBERED = 8
-"""Largest number of processes for which each cell shows its number."""
+"""Largest number of processes for which each cell shows its time as text."""
 CELLS = 512
 """Largest number of cells in a row. If there are more processes, every k-th and the slowest process have a
 cell."""

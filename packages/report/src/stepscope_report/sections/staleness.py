@@ -37,8 +37,8 @@ class StaleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     begun_step: int | None
     """Number of the step under which the trajectory began. None if unknown."""
     policy_versions: tuple[int, ...]
-    """All versions that the trajectory's spans state, ascending. Several if the weights changed while it
-    ran."""
+    """All versions that the trajectory's spans state, ascending. Several if the weights changed while the
+    trajectory ran."""
     steps: int | None
     """Number of the consuming step minus `begun_step`. None if unknown."""
     versions: int | None

@@ -64,8 +64,8 @@ class Hardware:
         self._read_replicas(activities)
 
     def of_spans(self, counts: Callable[[Span], bool]) -> Devices | None:
-        """Return the devices of the processes that ran spans for which `counts` is True, or spans below these
-        spans.
+        """Return the devices of the processes that ran spans for which `counts` is True, or ran spans below
+        these.
 
         If no device is known, return the number of ranks among these processes; without ranks, the number of
         processes. None if `counts` is True for no span.
@@ -123,8 +123,8 @@ class Hardware:
                 self.of_process[activity.process] = _named(number, names)
 
     def _read_replicas(self, activities: Sequence[TraceActivity]) -> None:
-        """Count the ranks of each recorded replica: the workers that wrote a file, or the world size that its
-        artifacts state.
+        """Count the ranks of each recorded replica: the workers that wrote a file, or the world size in the
+        replica's artifacts, whichever is larger.
         """
         names: dict[int, set[str]] = defaultdict(set)
         workers: dict[int, set[_Worker]] = defaultdict(set)
