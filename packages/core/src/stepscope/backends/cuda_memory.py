@@ -217,7 +217,7 @@ class CudaMemoryBackend:
         return _NOTHING
 
     def stop(self) -> list[PendingArtifact]:
-        """End the window. Its snapshot is taken before the history ends, because torch then drops the events.
+        """End the window. The snapshot is taken first, because torch drops the events when the history ends.
         Files are written later.
         """
         if self._window is None or _HISTORY.holder is None:

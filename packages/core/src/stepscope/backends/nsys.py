@@ -397,8 +397,8 @@ def markers() -> Markers | str:
 
 @cache
 def _markers(with_torch: bool) -> Markers | str:
-    """Find the functions for `markers`. The result is cached for a process that has imported torch, and for a
-    process that has not.
+    """Find the functions for `markers`. One result is cached before the process imports torch, and another
+    afterwards.
 
     nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then silently drop all ranges.
     """

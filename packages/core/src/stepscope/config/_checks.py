@@ -84,7 +84,7 @@ def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
 
 def check_recorder(config: ProfileConfig) -> None:
     """Make sure that the program or package behind `tool` (nsys, torch_npu) is installed on this machine.
-    Call this where work is recorded: a driver need not have it.
+    Call this where work is recorded, because a driver may lack the program.
 
     Raises:
         ConfigError: the program or package is not installed. The error names what to install.
@@ -150,8 +150,8 @@ def _try_to_write(folder: Path) -> None:
     """Write a file in `folder`; if `folder` does not exist, in a temporary folder in its nearest existing
     parent.
 
-    `folder` itself is not created, because several processes may check the same folder at the same time and
-    would remove it under each other.
+    `folder` itself is not created. Several processes may check it at the same time, and one would remove it
+    while another still uses it.
     """
     import shutil  # imported here: with tempfile this takes 8 ms, once per run
     import tempfile

@@ -129,7 +129,7 @@ class NsysConfig(Section, frozen=True, kw_only=True):
     """Longest time for nsys to write a window's report. The training continues meanwhile."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
     """Further options of nsys: {long name: value}. Options of `nsys start`, such as `sample`, apply to each
-    window; options of `nsys launch` go into its `runtime_env` and `command`."""
+    window; options of `nsys launch` go into `stepscope.backends.nsys.runtime_env` and `command`."""
 
 
 def parse_counters(value: object, field: str) -> CountersConfig:
@@ -181,8 +181,8 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     spans: AtLeastOne = 1_000_000
     """Maximum number of spans per process and capture. Further spans are dropped and counted."""
     memory_mb: AtLeastOne | None = 32_768
-    """Maximum growth in MB of a process during a capture, because the profiler's buffers are in host memory.
-    If null, no limit."""
+    """Maximum growth in MB of a process' host memory during a capture. This memory contains the profiler's
+    buffers. If null, no limit."""
     free_mb: Count = 1024
     """Free space in MB that `save_path` needs when a capture begins. With less, only spans are recorded."""
     run_trace_mb: AtLeastOne | None = None
@@ -200,7 +200,7 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     requests: bool = True
     """Listen for requests: read `control.json` in `save_path` when a step begins."""
     poll_seconds: Seconds = 2
-    """Interval in which a thread reads `control.json`, so that requests are answered before the next step
+    """Interval at which a thread reads `control.json`, so that requests are answered before the next step
     begins."""
 
 

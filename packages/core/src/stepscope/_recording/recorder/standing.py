@@ -33,7 +33,7 @@ class Watch:
         self._seen: int | None = None
         """Modification time of the folder at the last check."""
         self._read: set[str] = set()
-        """File names of orders that were read, or that are older than this process."""
+        """File names of orders that were read, or that are older than this thread."""
         self._progress: tuple[int, int] = (0, 0)
         """(number of the last span, number of the running step or -1) at the last check."""
         self._still_since = time.monotonic()
@@ -57,8 +57,8 @@ class Watch:
                 failures.note("watching for orders of the flight recorder", error)
 
     def _old_orders(self) -> Iterator[str]:
-        """Yield the file names of orders that are older than this thread. Later, orders are recognised by
-        name, so that a jump of the clock has no effect.
+        """Yield the file names of orders that are older than this thread. Later checks compare names and
+        not times, so that a jump of the clock has no effect.
         """
         before_s = time.time() - 1
         for path in self._folder.glob("[!.]*.json"):
@@ -108,7 +108,7 @@ class Watch:
 _standing: Recorder | None = None
 """The flight recorder of this process, or None. Writers: `start`, `stop`, and `_forget` in a forked child."""
 _watch: Watch | None = None
-"""The thread of `_standing`, or None. The writers are the same."""
+"""The thread of `_standing`, or None. Its writers are those of `_standing`."""
 _starting = threading.RLock()  # reentrant, because a signal handler may call start()
 """Lock of `start`, so that threads that open captures at the same time make only one recorder."""
 
@@ -151,9 +151,7 @@ def stop() -> None:
 
 
 def _end(ending: Ending, deadline_s: float) -> None:
-    """After SIGTERM, trigger a write of the last steps. Wait until everything that was triggered is
-    written.
-    """
+    """After SIGTERM, trigger a write of the last steps. Then wait until all triggered steps are written."""
     recorder = _standing
     if recorder is None:
         return

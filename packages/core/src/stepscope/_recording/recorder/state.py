@@ -69,7 +69,7 @@ def communicators_in_time() -> tuple[Communicator, ...]:
 
 
 MOST = 1000
-"""Largest number of innermost spans in a state, and of tasks without such a span."""
+"""Largest number of innermost spans in a state, and of the tasks in `_Calls._rest`."""
 ALIKE = 50
 """Largest number of calls at one place in a state. The oldest calls are kept."""
 _BLOCKED_S = 0.1
@@ -171,7 +171,7 @@ class _Calls:
     def _read_tasks(self) -> None:
         """Assign all tasks to their spans.
 
-        For each task, only objects are stored that the garbage collector does not track. Many tracked objects
+        The objects that are made for a task are not tracked by the garbage collector. Many tracked objects
         would cause a collection, which scans all of the user's objects and holds the GIL.
         """
         beside: Counter[Group] = Counter()
@@ -243,8 +243,8 @@ class _Calls:
 
 
 def _is_collective_of_a_call(span: Span) -> bool:
-    """Return whether a span is a collective within another span, where the stack already shows the
-    collective.
+    """Return whether a span is a collective within another span. The stack of the outer call already shows
+    the collective.
     """
     return span.attrs is not None and SEQUENCE in span.attrs and _parent_of(span) is not None
 
@@ -284,8 +284,11 @@ def _ancestors() -> Iterator[int]:
 
 
 def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
-    """Yield the threads of this process, without stepscope's threads. `before` is the result of `_callbacks`
-    from `_BLOCKED_S` ago: a loop that still runs the same callback is blocked.
+    """Yield the threads of this process, without stepscope's threads.
+
+    Args:
+        before: Result of `_callbacks` from `_BLOCKED_S` ago. A loop that still runs the same callback counts
+            as blocked.
     """
     stacks, now = sys._current_frames(), _callbacks()
     running = _running() if now else {}
@@ -329,8 +332,8 @@ def _users(stack: FrameType | None) -> Iterator[FrameType]:
 def _callbacks() -> dict[int, tuple[FrameType, int]]:
     """Return {id of a thread: (frame of the callback that its event loop is running, position in the frame)}.
 
-    Each callback of asyncio's loop has a new frame. A loop in C has no such frames, so its innermost frame
-    and the position in it are returned.
+    asyncio's loop has a new frame for each callback (position 0). A loop in C has no such frames, so the
+    innermost frame of its thread and the position in that frame are returned.
     """
     found = {}
     for ident, stack in sys._current_frames().items():

@@ -197,7 +197,7 @@ def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _is_in_a_span(scope: scopes.Scope | None) -> bool:
-    """Return whether a scope is a span, or is inside a span or a span's carrier, as in a captured step."""
+    """Return whether a scope is a span or a span's attached carrier, or is inside one of these."""
     while scope is not None:
         if scope.log is not None or scope.reference() is not None:
             return True
@@ -233,8 +233,8 @@ def line_of(step: RecordedStep, stages: dict[str, float], sampler: Sampler | Non
 
 
 def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the longest stages, with all shorter stages summed as one stage, because names may contain ids
-    and lines must be short.
+    """Return the longest stages, and the sum of the other stages as one stage. Names may contain ids, and
+    lines must be short.
     """
     if len(stages) <= MOST_NAMES:
         return stages
@@ -244,7 +244,9 @@ def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:
-    """Return {counter: mean over the step}, without totals. Empty if there was no sample in the step."""
+    """Return {counter: mean over the step}. Counters of kind `total`, and counters without a sample in the
+    step, are left out.
+    """
     means = sampler.means(first_ns, last_ns)
     return {f"{series.name} {series.of}".strip(): mean for series, mean in means.items()}
 
@@ -266,8 +268,8 @@ def _halve(path: Path) -> None:
 KEPT = 32
 """Number of steps before a captured step, and after it, that are written to `uncaptured/`."""
 _WRITE_AT = (4, 16, KEPT)
-"""Numbers of steps after a capture at which uncaptured steps are written: few writes, and few lost steps if
-the process is killed."""
+"""Uncaptured steps are written when this number of steps has passed since a capture. So there are few writes,
+and few steps are lost if the process is killed."""
 
 _loops: dict[tuple[str, str], _Loop] = {}
 """{(folder, role): loop}, because a process may have several training loops."""

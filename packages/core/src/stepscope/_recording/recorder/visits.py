@@ -1,9 +1,9 @@
-"""Spans of this process for a step that another process captures: in a child of a process pool, or in a tool
-server.
+"""Spans of this process for a step that another process captures.
 
-This process is not a worker of the capture. Its flight recorder keeps all spans. Spans below an attached
-carrier of the step are written into the step's folder, as the part of another process. The part is written
-again when further spans below the carrier have ended, at most every `_PAUSE_S` seconds.
+This process is not a worker of the capture, but for example a child of a process pool or a tool server. Its
+flight recorder keeps all spans. Spans below an attached carrier of the step are written into the step's
+folder. They are written again when further spans below the carrier have ended, at most every `_PAUSE_S`
+seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
 
 _PAUSE_S = 0.2
-"""Shortest time between two writes of one part."""
+"""Shortest time between two writes of one visit."""
 _LOOK_S = 0.02
 _EXIT_S = 5.0
 """Longest wait for the last write at the end of a child of `multiprocessing`."""
 _MOST = 64
-"""Number of steps in `_visits`. Late spans of older steps are not written."""
+"""Largest number of steps in `_visits`. Late spans of older steps are not written."""
 ROLE = "worker"
 """Role of a process that records only because a carrier was attached."""
 
@@ -157,7 +157,7 @@ def _earlier(anchor: ClockAnchor, mono_ns: int) -> ClockAnchor:
 
 
 def _write_at_the_end_of_a_child(recorder: Recorder) -> None:
-    """Let a child of `multiprocessing` wait for all writes at its end.
+    """Make a child of `multiprocessing` wait for all writes before it ends.
 
     Before Python 3.13, a forked child calls no `atexit` functions.
     """

@@ -1,4 +1,6 @@
-"""Writer of recorded spans, counters and passes into step folders of the same form as captured steps."""
+"""Writer of the flight recorder's spans, counters and passes. The step folders have the same form as
+those of captured steps.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ _OLDER = "earlier passes were not kept: the engine did not keep any yet, or reco
 _ASK_S = 2.0
 """Longest wait for torch's flight recorder, which may block."""
 _JUST_NS = 50_000_000
-"""Python code may have issued a call this long ago without having noted it yet."""
+"""Longest time from a call by Python code until the call is noted in `collective_calls.seen`."""
 _BATCH = 500
 """Number of spans that are encoded without a pause, in about 2 ms. After that, other threads get the GIL for
 the same time."""
@@ -106,7 +108,7 @@ def _by_now(anchor: ClockAnchor, now: ClockAnchor) -> ClockAnchor:
 
 
 def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
-    """Return the windows of an order in a worker, which has no steps, only the times in the order."""
+    """Return the windows of an order in a worker. A worker knows steps only by their times in the order."""
     ahead_ns = order.offsets_ns.get(process.key, 0)
 
     def at(orderer_ns: int) -> ClockAnchor:
@@ -205,7 +207,7 @@ class StepWriter:
     def _write_passes(
         self, engines: EngineQueues, windows: Sequence[Window], written: Sequence[Written]
     ) -> None:
-        """Write the passes of this process' engines. (Not called after SIGTERM, because it may take long.)"""
+        """Write the passes of this process' engines. This may take long, so it is not done after SIGTERM."""
         for replica, files in engines.passes(windows[0].opened.wall_ns):
             for window, step in zip(windows, written, strict=True):
                 outcome = self._outcome_of_passes(replica, files, window, step.layout)

@@ -19,8 +19,8 @@ from stepscope._recording.spans.span import Span
 from stepscope.files.manifest import Ending
 
 _held: dict[str, Claim] = {}
-"""{"this process": the claim}, or empty. `dict.setdefault` is atomic, so no lock is needed, which an
-interrupted thread might never release."""
+"""{"this process": the claim}, or empty. The atomic `dict.setdefault` replaces a lock, because an interrupted
+thread might never release a lock."""
 _KEY = "this process"
 
 

@@ -1,4 +1,4 @@
-"""Limits: of a capture, watched while it is open, and of a run's folder, checked before a capture."""
+"""Limits of a capture, watched while it is open, and limits of a run's folder, checked before a capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 
 POLL_S = 0.5
-"""Interval between two measurements of the process' memory. One takes 20 us."""
+"""Interval between two measurements of the process' memory. A measurement takes 20 us."""
 MB = 1 << 20
 
 

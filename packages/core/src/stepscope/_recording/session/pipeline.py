@@ -1,5 +1,5 @@
-"""Work after a capture, once its files are written: hooks, and two separate programs (`finish.command`,
-figures).
+"""Work that begins once the files of a capture are written: hooks, and two separate programs
+(`finish.command`, figures).
 
 Hooks have one thread and programs have another, so that they do not delay training, exports or each other.
 Both threads start when a capture opens, because Python 3.12 cannot start threads at exit.
@@ -125,8 +125,8 @@ def withdraw(session: Session, reason: str) -> None:
 
 
 def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Queue the work after a closed capture, which begins once this process has written its files. Hooks get
-    `result`.
+    """Queue the work after a closed capture. The work begins once this process has written its files. Hooks
+    get `result`.
     """
     if not (capture_hooks or _promised(session) or closed.apart):
         return
@@ -140,10 +140,10 @@ def once_written(session: Session, work: Callable[[], object]) -> None:
 
 
 def fold_when_written(session: Session) -> None:
-    """Write `manifest.json` on the exporter's thread: once this process has written its files, and again
+    """Write `manifest.json` on the exporter's thread once this process has written its files. Write it again
     later if files of other processes are still pending.
 
-    Readers combine the parts themselves, so the training does not wait for `manifest.json`.
+    Readers combine the parts of the manifest themselves, so the training does not wait for `manifest.json`.
     """
     _unfolded[session.layout.root] = session
     for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:

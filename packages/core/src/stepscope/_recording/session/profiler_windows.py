@@ -61,7 +61,7 @@ class Windows:
         part = manifest_part.record
         self.discrete = config.mode == "discrete"
         self.running: str | None = None
-        """Manifest name of the open window, or None."""
+        """Name of the open window in the manifest, or None."""
         self._backend = backend
         self._config = config
         self._layout = layout

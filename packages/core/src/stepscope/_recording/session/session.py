@@ -145,7 +145,7 @@ class Session:
         self.on_closed: Callable[[], None] | None = None
         """Called when the files are closed."""
         self._ended: ClockAnchor | None = None
-        """Clock reading at the end of the recording, which is earlier than the close if it was truncated."""
+        """Clock reading at the end of the recording. A truncated recording ends before the close."""
         self._closing: ClockAnchor | None = None
         """Clock reading at which the close began."""
         self._hardware: Hardware | None = None

@@ -172,7 +172,7 @@ def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs |
     """Return a wrapper of `target`. A classmethod or staticmethod stays one.
 
     Raises:
-        TypeError: `target` is something else, or inspects the frame of its caller.
+        TypeError: `target` is not a Python function, or inspects the frame of its caller.
     """
     if isinstance(target, (classmethod, staticmethod)):
         inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)

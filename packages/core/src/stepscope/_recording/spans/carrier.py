@@ -45,8 +45,8 @@ class Carrier(TypedDict, total=False):
     """
 
     process: str
-    """`ProcessInfo.key` of the process of `span`. If no span is recorded, the process that made the carrier:
-    `host_pid123`."""
+    """`ProcessInfo.key` of the process of `span`. Without a span: the process that made the carrier, as its
+    key or as `host_pid123`."""
     span: int
     captured: int
     """The captured step whose files contain `span`, or the step of the open capture if there is no span."""
@@ -99,8 +99,8 @@ def carrier() -> Carrier | None:
 
 
 def _of_capture() -> Carrier | None:
-    """Return a carrier without a span, for the step of the open capture, or for the step that the flight
-    recorder keeps. None between steps.
+    """Return a carrier without a span, for the step of the open capture or the running step of the flight
+    recorder. None between steps.
     """
     active = slot.active
     if active is None or active.step is None:
@@ -193,8 +193,8 @@ def _run_at(scope: Scope, func: Callable[..., T], *args: Any) -> T:
 def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None, str | None]:
     """Return (link, `traceparent`, run id) of the nearest recorded span at or above `scope`.
 
-    The link is None for a span of another tracer, and each value that is unknown is None. If there is no such
-    span, all three are None.
+    The link is None for a span of another tracer, and each unknown value is None. All three are None if
+    there is no recorded span.
     """
     while scope is not None:
         link, traceparent = scope.reference(), scope.traceparent()
@@ -205,7 +205,7 @@ def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None, str | N
 
 
 def _is_ours(traceparent: str, link: SpanLink | None) -> bool:
-    """Return whether `carrier` has made a `traceparent`. Then it is not validated, which would take 2 us."""
+    """Return whether `carrier` made `traceparent`. A validation, which takes 2 us, is then not needed."""
     return link is not None and len(traceparent) <= MAX_TEXT
 
 

@@ -10,10 +10,10 @@ wait. If no code waits, the span is only the call. With NCCL, a wait returns onc
 so the times are times of the host.
 
 Collectives that C++ code issues, such as the buckets of DDP, come from torch's flight recorder of gloo. Newer
-versions of torch note the begin of each call of gloo (`TORCH_FR_BUFFER_SIZE`, 2,000 calls by default), but no
-end. So these spans have zero length, and a report derives from the begins in all ranks which ranks waited.
-Reading 2,000 calls takes 40 ms of CPU, so these spans are only in steps that are written. Calls of NCCL are
-left out: the host issues them long before the device runs them.
+versions of torch note the start of each call of gloo (`TORCH_FR_BUFFER_SIZE`, 2,000 calls by default), but
+not its end. So these spans have zero length. A report compares the starts in all ranks to find the ranks that
+waited. Reading 2,000 calls takes 40 ms of CPU, so calls are only read for steps that are written. Calls of
+NCCL are left out, because the host issues them long before the device runs them.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ _issued: dict[int, _Issued] = {}
 """{id of a `Work`: the call}, for calls that no code has waited for. `sweep` removes entries whose `Work` was
 freed."""
 seen: deque[tuple[str, int, int]] = deque(maxlen=4096)
-"""(process group, number, monotonic start in ns) of the last calls. The limit is above the number of calls in
-torch's own recorder. One writer: `_note`."""
+"""(process group, number, monotonic start in ns) of the last calls by Python code. The limit is above the
+number of calls in torch's own recorder. One writer: `_note`."""
 _SWEEP_AT = 256
 """Number of entries in `_issued` above which each further call runs `sweep`."""
 
 
 class _Issued(weakref.ref[Any]):
-    """A weak reference to the `Work` that a call has returned, so that its tensors are freed as early as
-    without stepscope, with facts about the call.
+    """Facts about a call, and a weak reference to the `Work` that the call has returned.
 
-    The reference has no callback, in which Python would ignore an exception that a signal handler raises.
+    A weak reference lets the tensors of the `Work` be freed as early as without stepscope. It has no
+    callback, because Python would ignore an exception that a signal handler raises in a callback.
     """
 
     __slots__ = ("attrs", "end_ns", "parent", "stage", "start_ns", "thread")
@@ -311,8 +311,8 @@ def issued(log: SpanMaker, since_ns: int) -> list[Span]:
 def _noted(calls: Sequence[_Call], starts_ns: Sequence[int]) -> set[int]:
     """Return the indices of the calls that Python code issued.
 
-    A group that was destroyed and made again has the name and the numbers of the old group, so each call of
-    Python is the nearest one in time.
+    A group that was destroyed and made again has the name and the numbers of the old group. So a call in
+    `seen` is matched with the call of this name and number that is nearest in time.
     """
     alike = defaultdict[tuple[str, int], list[int]](list)
     for at, call in enumerate(calls):
@@ -325,8 +325,8 @@ def _noted(calls: Sequence[_Call], starts_ns: Sequence[int]) -> set[int]:
 
 
 def _has_unseen(since_ns: int) -> bool:
-    """Return whether C++ code has issued calls. Compared are, for each process group, the number of all calls
-    since `begin_issued` and the number of calls by Python code since `since_ns`.
+    """Return whether C++ code has issued calls: a process group has had more calls since `begin_issued` than
+    Python code has issued since `since_ns`.
     """
     if not is_on():
         return False

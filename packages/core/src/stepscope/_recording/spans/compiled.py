@@ -19,7 +19,7 @@ from stepscope._recording.spans import slot
 from stepscope.errors import ours
 
 INLINED = "_torchdynamo_inline"
-"""Attribute of a function whose value is another function, which torch.compile compiles in its place.
+"""Attribute of a function. Its value is the function that torch.compile compiles instead.
 
 Do not use it for methods: torch up to 2.14 uses the closure and the defaults of the original method, and
 drops `self` at graph breaks."""
@@ -68,7 +68,7 @@ def uncompiled(fn: F) -> F:
 
 
 def leave_to_python() -> None:
-    """Exclude the `uncompiled` functions in torch, if torch is imported. Call this again after
+    """Make torch, if it is imported, exclude the `uncompiled` functions. Call this again after
     `torch._dynamo.reset()`.
     """
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")

@@ -125,7 +125,7 @@ class SpanLog(SpanMaker):
         return self._size > 0
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
-        """Write the remaining spans and the end line. A span that is still open has an `open` line.
+        """Write the remaining spans and the end line. A span that is still open gets an `open` line.
 
         If `start` was not called, the file is removed.
         """
@@ -172,7 +172,7 @@ class SpanLog(SpanMaker):
                     self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
-        """Write spans until `until_ns`, except young open spans. If `until_ns` is None, write all spans."""
+        """Write spans until the time `until_ns`, except young open spans. None writes all spans."""
         if self._anchor is None:
             return
         youngest_ns = monotonic_ns() - OPEN_NS if until_ns is not None else sys.maxsize

@@ -75,8 +75,8 @@ class SpanMaker:
         self.taken: set[Span] = set()
         """Spans of another log, which were running when this log took them over."""
         self.observer: SpanObserver | None = None
-        """The profiler's windows, if a profiler records this process, so that its trace shows the spans too.
-        The sampler of event loops replaces it for a few spans at a time."""
+        """The profiler's windows, so that the trace shows the spans too; None without a profiler. The sampler
+        of event loops takes this place for a few spans at a time."""
 
     def open_spans(self) -> list[Span]:
         """Return the open spans, the oldest first."""
@@ -153,5 +153,5 @@ class SpanMaker:
 def not_kept(span: Span) -> None:
     """Do nothing. `opened` of a closed log is set to this function, so that spans do not keep the log alive.
 
-    The garbage collector does not track spans, so it could not free the cycle.
+    The garbage collector does not track spans, so it could not free a cycle of a log and its spans.
     """

@@ -53,12 +53,12 @@ def is_exclusive(references: int) -> bool:
 class Begun:
     """An `Unbegun` whose coroutine has begun.
 
-    This class has no `__del__`, in which Python would ignore an exception that a signal handler raises.
+    This class has no `__del__`, because Python would ignore an exception that a signal handler raises there.
     """
 
 
 class Unbegun(Begun):
-    """A coroutine that has not begun. If the coroutine that replaces it is dropped, this object closes it, so
+    """A coroutine that has not begun. If its replacement is dropped, this object closes the coroutine, so
     that Python warns only once.
     """
 

@@ -6,8 +6,8 @@ context. A plain `threading.Thread` starts with an empty context (before Python 
 and `attach` it there.
 
 A scope can be entered once, as in OpenTelemetry. Leaving it sets the ContextVar to its parent. The token of
-`ContextVar.set` is not used for that, because it would be one more object for the garbage collector for each
-open scope.
+`ContextVar.set` is not used for that, because each open scope would then have one more object for the garbage
+collector.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Scope:
             raise
 
     def hand_on(self) -> None:
-        """Leave the scope in the running task, without ending the span, which ends later with the call's
+        """Leave the scope in the running task without ending the span. The span ends later, with the call's
         result, in any task.
         """
         if _current() is self:
@@ -285,8 +285,8 @@ def inherited(scope: Scope | None) -> Inherited:
 
 
 def _resolved(scope: Scope) -> Inherited:
-    """Return `inherited(scope)` if the scopes above have no cached fields yet. This is a loop, because the
-    chain may be long.
+    """Return `inherited(scope)` if the scopes above have no cached fields yet. This is not recursive, because
+    the chain of scopes may be long.
     """
     chain = [scope]
     while (parent := chain[-1].parent) is not None and parent.resolved is None:
@@ -382,4 +382,4 @@ class _Off(Scope):
 
 
 OFF = _Off()
-"""The span that is used without a capture, and for calls whose span could not be opened."""
+"""The span that is used while nothing is recorded, and for calls whose span could not be opened."""

@@ -1,5 +1,5 @@
-"""Process-wide variables: the session of the open capture, or between captures the flight recorder, which
-record spans.
+"""Process-wide variables for the object that records spans: the session of the open capture, or between
+captures the flight recorder.
 
 `_recording.session.activation` is the only writer of `active` and `recorder`. Read them through the module
 (`slot.active`), and do not import the names, because cloudpickle copies globals by value, and a copy would
@@ -75,7 +75,7 @@ class ActiveSession(Protocol):
 
 
 class FlightRecorder(ActiveSession, Protocol):
-    """The flight recorder, with the methods that code which requests its steps needs."""
+    """The flight recorder, with the methods for code that requests its steps."""
 
     def write_last(self, number: int) -> list[int]:
         """Write the last `number` ended steps, and return the numbers of the steps that were not written
@@ -84,7 +84,7 @@ class FlightRecorder(ActiveSession, Protocol):
         ...
 
     def note_tokens(self, counts: Mapping[str, int]) -> None:
-        """Add tokens to the line of the running step, which a capture records."""
+        """Add tokens to the line of the running step while a capture records the step."""
         ...
 
 
@@ -100,8 +100,8 @@ class Visitor(Protocol):
     """A function that is called when a carrier is attached in a process without a capture."""
 
     def __call__(self, caller: str, run_id: str, step: int) -> Visit | None:
-        """Return the visit for the carrier's step, or None if the caller captures no such step, or if this
-        process takes part in its capture.
+        """Return the visit for the carrier's step. None if the caller does not capture this step, or if this
+        process takes part in the capture.
 
         Args:
             caller: `ProcessInfo.key` of the process that made the carrier.

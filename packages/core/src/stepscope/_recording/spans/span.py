@@ -48,7 +48,7 @@ class SpanSink(Protocol):
 next_id = itertools.count(1).__next__
 """Returns the number of a new span, which is unique in this process."""
 threads: deque[int] = deque(maxlen=64)
-"""Native ids of the last threads that have opened a first span in this process."""
+"""Native ids of the threads that were the last to open their first span in this process."""
 
 
 class _Thread(threading.local):
@@ -94,8 +94,8 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     """Token that leaves a span without a parent, valid only in the task that entered the span; None in other
     spans."""
     caller: Place | None = None
-    """Place of the caller of a span without a parent, whose carrier was attached in the span (`hang_below`),
-    or None."""
+    """Place of the caller whose carrier was attached in this span (`hang_below`), or None. Only set in a span
+    without a parent."""
     resolved: Inherited | None = None
     turns: Iterator[int] | None = None
 

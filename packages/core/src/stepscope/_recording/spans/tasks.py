@@ -19,13 +19,13 @@ DEPTH = 40
 """Largest number of frames of a stack in a state. The innermost frames are kept."""
 _TRIES = 10
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
-"""Types of awaited objects that wrap another awaitable, which is only accessible as their first referent in
-the garbage collector."""
+"""Types of awaited objects that wrap another awaitable. Only the garbage collector gives access to the other
+awaitable, as the first referent of the object."""
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
 _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 _HOLDERS = {"_wait": "fs", "wait_for": "fut", "__aexit__": "self"}
-"""{function of asyncio that awaits an internal future: its local variable with the futures that it waits
-for}."""
+"""{function of asyncio that awaits an internal future: name of the local variable that leads to the
+user's futures}."""
 
 Place: TypeAlias = "tuple[CodeType, int] | None"
 """(innermost code object of a task, line), or None."""

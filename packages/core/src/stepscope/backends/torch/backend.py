@@ -98,7 +98,7 @@ def _in_child() -> None:
 
 
 _LITTLE_MB = 256
-"""Free MB of a disk below which the error states that the disk is full, if torch could not write a trace."""
+"""If torch cannot write a trace, and the disk has fewer free MB than this, the error calls the disk full."""
 _NOTHING = nullcontext()
 
 

@@ -38,7 +38,7 @@ _watched = False
 
 
 class Mark(AbstractContextManager[None]):
-    """Wrapper of a `_RecordFunctionFast`, a class in C, which stepscope's ranges and compiled code use."""
+    """Wrapper of a `_RecordFunctionFast`, the class in C that stepscope's ranges and compiled code use."""
 
     __slots__ = ("_scope",)
 
