@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import compress, count, repeat, zip_longest
+from itertools import chain, compress, count, repeat
 from operator import lt, sub
 
 from stepscope_report.timeline.activity.intervals import Stretches
@@ -269,7 +269,8 @@ class Launches:
         begun, ended = sorted(self._captures["Begin"]), sorted(self._captures["End"])
         if ended and (not begun or ended[0] < begun[0]):
             begun.insert(0, -NEVER)
-        captures = Stretches(zip_longest(begun, ended, fillvalue=NEVER))
+        pairs = zip(begun, chain(ended, repeat(NEVER)), strict=False)
+        captures = Stretches((begin, end) for begin, end in pairs if begin < end)
         return len(lost) - sum(bisect_left(lost, end) - bisect_left(lost, begin) for begin, end in captures)
 
     def ran(self, correlations: Sequence[int], starts_us: Sequence[float]) -> None:
