@@ -224,16 +224,16 @@ class Holds:
             for thread, pairs in of_thread.items()
             if thread == pid or (process, thread) in self._core_waits
         )
-        # The suspect would be slow also with as many cores as its peers.
+        # True if the suspect would be slow with as many cores as its peers too.
         if self._works_longer(suspect, most_ns):
             most_ns = 0
         else:
             held[CORE_WAIT] = sum(self.core_ns(process, pairs, at) for at, pairs in of_thread.items())
         if sum(held.values()) * 2 < suspect.longer_ns:
-            is_new = suspect.usual_ns == 0 and not suspect.peers  # no lack of cores makes more calls
+            is_new = suspect.usual_ns == 0 and not suspect.peers  # a lack of cores does not add calls
             may_lack = most_ns * 2 >= suspect.longer_ns and not is_new
             return None if may_lack else self._slowed(suspect, process, every)
-        collects = held[GC] * 2 >= suspect.longer_ns  # collecting may lack a core too
+        collects = held[GC] * 2 >= suspect.longer_ns  # the collector may have lacked a core itself
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
         kind = _HOLDS[name].kind

@@ -175,7 +175,7 @@ def report(asked: Asked) -> None:
     if asked.paths and not asked.sample and is_plain(asked.paths):
         report_traces(asked, asked.paths)
     if asked.output is not None or asked.step_mark is not None:
-        find_steps(asked.path)  # a path that is no run and no trace is told first
+        find_steps(asked.path)  # a missing run is reported before a wrong option
         option = "--output" if asked.step_mark is None else "--step-mark"
         raise typer.BadParameter(f"{option} is for traces that stepscope did not write")
     if asked.by:

@@ -238,7 +238,7 @@ def _answers(status: Status, request: Request) -> list[tuple[Listening, Answer]]
 def _is_open(layout: RunLayout, status: Status, request: Request) -> bool:
     """Return True if a process may still capture a step of the request."""
     answers = _answers(status, request)
-    if layout.claimed(request.id).exists():  # `next` has begun, which answers tell seconds later
+    if layout.claimed(request.id).exists():  # `next` has begun; answers say so seconds later
         return False
     return any(_goes_on(request, *each) for each in answers) if answers else not _is_over(request)
 

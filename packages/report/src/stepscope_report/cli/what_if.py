@@ -35,7 +35,7 @@ def render_prediction(prediction: Prediction) -> RenderableType:
     if off_ns:
         rows.append(("error of the replay", "", None, None, off_ns))
     rows.append(("step", "", prediction.measured_ns, prediction.replayed_ns, prediction.predicted_ns))
-    width = len(columns) if prediction.changes else len(columns) - 1  # what is not changed is not predicted
+    width = len(columns) if prediction.changes else len(columns) - 1  # without changes there is no prediction
     cells = [(name, calls, *map(duration, times))[:width] for name, calls, *times in rows]
     stages = table("Stages", columns[:width], cells, "\n".join(notes))
     return Group(Text(plain(_headline(prediction)), style="bold"), stages)
