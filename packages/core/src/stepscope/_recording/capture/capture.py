@@ -121,7 +121,7 @@ class Capture:
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
         self._mark: Mark | None = None
-        """The scope in which the capture was opened, or None if the capture is not open."""
+        """Mark of the scope in which the capture was opened, or None if the capture is not open."""
         self._began: steps.Began | None = None
         """Start of a step that is not selected, or None if no such step is running."""
         self._end_kept: Callable[[object], None] | None = None

@@ -37,9 +37,9 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
     """Begin a step in the flight recorder.
 
     Returns:
-        A function that ends the step. Call it with the exception that ended the step, with a description of
-            the exception, or with None. None instead of a function if the recorder could not be started; the
-            error is logged.
+        A function that ends the step, or None if the recorder could not be started (the error is logged).
+            Call the function with the exception that ended the step, with a description of the exception, or
+            with None.
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:

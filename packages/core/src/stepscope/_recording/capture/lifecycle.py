@@ -114,7 +114,7 @@ class Lifecycle:
         """Claim this process for this capture, without writing or starting anything.
 
         Returns:
-            The work of the capture, or None if an error prevented the capture, which is logged.
+            The work of the capture, or None if a logged error prevented the capture.
 
         Raises:
             CaptureError: another capture has claimed the process, or this capture was opened before.

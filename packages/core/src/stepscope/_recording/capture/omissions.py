@@ -116,8 +116,8 @@ def tell_missed(parts: Iterable[ProcessPart]) -> None:
 def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], where: str) -> dict[str, str]:
     """Return {pattern: message} of the patterns that match none of the roles.
 
-    Default patterns are left out. A pattern with `profiler: off` is left out too, unless it is similar to a
-    role, because a run without that role lacks nothing.
+    Default patterns are left out. A pattern with `profiler: off` is returned only if it is similar to a role,
+    and so may be misspelt. Otherwise the run lacks nothing.
 
     Args:
         where: Words that follow "roles" in the message, such as `in this capture`.

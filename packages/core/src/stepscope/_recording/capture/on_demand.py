@@ -346,7 +346,7 @@ class Listener:
         return False
 
     def _poll(self) -> None:
-        pause_s = self._poll_s if self._itself.rank is None else 0  # other ranks may soon look for this one
+        pause_s = self._poll_s if self._itself.rank is None else 0  # 0, as other ranks may soon need the file
         while not self._stop.wait(pause_s):
             pause_s = self._poll_s
             try:

@@ -85,7 +85,7 @@ def summary(manifest: Manifest, folder: Path, save_path: str, apart: Sequence[st
     traces = sum(len(item.artifacts) + (item.pending == "exporting") for item in items)
     lost = [item for item in items if item.kind == "spans" and item.state == "failed"]
     processes = len(manifest.processes) - len(lost)
-    if not processes and (lost or not traces):  # a trace that is still exported has no place there either
+    if not processes and (lost or not traces):  # the disk has no room for a pending trace either
         return f"step {manifest.step} was not captured: {lost[0].reason if lost else 'no process took part'}"
     elsewhere = f" and {len(apart)} on other hosts, whose files are fetched" if apart else ""
     return (

@@ -82,7 +82,8 @@ def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
     match = config.role("rollout")
     if match is None or not match[1].engine.profiler or not (groups or local_engines.registered()):
         return None
-    from stepscope._recording.fanout.unedited_engines import UneditedEngines  # imported here: asyncio
+    # Imported here, because the module imports asyncio.
+    from stepscope._recording.fanout.unedited_engines import UneditedEngines
 
     engines = UneditedEngines(groups, config)
     return engines if engines.profilers else None

@@ -73,7 +73,7 @@ def _ascend_npus() -> Iterable[CounterSource]:
     """Return the counters of this host's NPUs, or nothing if the process has not imported torch_npu."""
     if "torch_npu" not in sys.modules:
         return ()
-    from stepscope._recording.counters.dcmi import ascend_npus  # imported here: ctypes
+    from stepscope._recording.counters.dcmi import ascend_npus  # imported here, because it needs ctypes
 
     return ascend_npus()
 

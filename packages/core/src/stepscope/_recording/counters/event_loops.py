@@ -40,7 +40,7 @@ LOOKS = 8
 """Number of spans whose event loops are looked up after each sample. Later spans have no extra cost."""
 MOST_LOOPS = 16
 _MOST_PLACES = 32
-"""Largest number of series for the places in the code that block one loop."""
+"""Largest number of places in the code that have series of their own, for each loop."""
 
 
 class LoopFinder(SpanObserver):
@@ -184,7 +184,7 @@ def _line_of(loop: AbstractEventLoop, task: object, thread_id: int) -> tasks.Pla
 
 class EventLoops(CounterSource):
     """Largest lateness of each event loop, under the name of its thread. While a call blocks a loop, the
-    value is also under thread and call: `MainThread in env tool search, tools.py:33`.
+    value is also reported under thread and call: `MainThread in env tool search, tools.py:33`.
     """
 
     name = EVENT_LOOP

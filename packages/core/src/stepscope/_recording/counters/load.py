@@ -39,10 +39,9 @@ _MOST_THREADS = 200
 """Largest number of threads that one `ThreadCoreWait` samples, because a program may start a thread for each
 call."""
 _LONG_NS = 20_000_000
-"""Shortest stretch of garbage collector runs, in ns, that has values of its own. They show when it began and
-ended."""
+"""Shortest stretch of garbage collector runs that has values of its own at its begin and end, in ns."""
 _NEAR_NS = 5_000_000
-"""Runs of the garbage collector with less time between them, in ns, are one stretch."""
+"""Time between two runs of the garbage collector, in ns, below which both belong to one stretch."""
 
 
 class ProcessCpu(CounterSource):

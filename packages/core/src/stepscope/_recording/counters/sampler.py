@@ -183,7 +183,7 @@ class Sampler:
 
     def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
         """Return {series: mean of its samples between `start_ns` and `end_ns`}. A sample counts for the time
-        since the one before. Totals and series without samples are left out.
+        since the one before. Series of the kind `total` and series without samples are left out.
         """
         sums, until_ns = defaultdict[int, float](float), dict[int, int]()
         for tick in self.between(start_ns, end_ns):
@@ -226,7 +226,7 @@ class Sampler:
             began_ns = now_ns
             if last:
                 return
-            # Late ticks are skipped, or a process that was stopped would later be sampled in a burst.
+            # Late ticks are skipped. Otherwise a process that was stopped would later be sampled in a burst.
             due_ns = max(due_ns + self._period_ns, monotonic_ns())
             self._wait(due_ns)
 

@@ -53,8 +53,8 @@ class UneditedEngines:
         """Make a profiler for each engine.
 
         Args:
-            groups: {adapter: engines, URLs of servers, or Ray actors that contain an engine}. If the engine
-                of an actor may be of either of two adapters, the actor is listed under both.
+            groups: {adapter: engines, URLs of servers, or Ray actors that contain an engine}. If an actor's
+                engine may belong to either of two adapters, the actor is listed under both.
         """
         self._config = config
         self.profilers: list[EngineProfiler] = []

@@ -114,8 +114,8 @@ def _begin(session: Session) -> None:
 
 
 def _sample_engines(session: Session) -> None:
-    """Sample the counters of this process' engines that the capture records, including engines that begin
-    later.
+    """Sample the counters of those engines of this process which the capture records, also of engines that
+    begin later.
     """
     reference = weakref.ref(session)
 

@@ -270,7 +270,7 @@ def _items(value: object) -> Sequence[object]:
 
 def _plain(value: object) -> Number:
     """Return an enum member or a numpy.float64 as a plain number."""
-    return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]  # a float then
+    return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]  # else a float
 
 
 def _equal(actual: object, value: object) -> bool:

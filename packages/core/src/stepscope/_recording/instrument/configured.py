@@ -97,8 +97,8 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
     earlier list.
 
     Args:
-        lenient: True to log a wrong entry and not raise, in workers and at the start of a program, where a
-            package may not be on sys.path yet (see `note_absent`).
+        lenient: True to log a wrong entry and not raise. Workers and the start of a program need this,
+            because a package may not be on sys.path yet (see `note_absent`).
 
     Raises:
         ConfigError: An entry names a module, or a function of an imported module, that does not exist. A

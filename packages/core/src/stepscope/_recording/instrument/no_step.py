@@ -1,7 +1,7 @@
 """A message at the end of an unedited program in which no step was captured.
 
-Without the message, a run with a wrong preset, or with a listed function that is never called, would capture
-nothing silently. The process that `stepscope run` started logs the message. Without `stepscope run`, or if
+Without the message, a run with a wrong preset, or with a listed function that is never called, would silently
+capture nothing. The process that `stepscope run` started logs the message. Without `stepscope run`, or if
 `stepscope run` did not start a Python program, each process that has read the configuration logs the message.
 Of several ranks, only rank 0 logs the message; Ray workers log none. Each process records in a file of the
 run's folder whether a step began, was captured, or failed. The logging process reads this file.

@@ -125,8 +125,8 @@ def in_ray_worker() -> bool:
 
 
 def is_first() -> bool:
-    """Return whether this process logs messages that concern all processes of its run: the main process, or
-    rank 0.
+    """Return whether this process logs messages that concern all processes of its run. Rank 0 does, or
+    without ranks, the main process.
     """
     rank = os.environ.get("RANK")
     if rank is not None:

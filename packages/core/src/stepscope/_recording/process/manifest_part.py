@@ -43,8 +43,8 @@ def find_peers(layout: RunLayout, process: ProcessInfo, run_id: str, *, all_host
     leave a part.
 
     Args:
-        all_hosts: False to return nothing unless a rank of this host has died, and then only dead ranks. This
-            reads few files if no rank has died.
+        all_hosts: False to return only dead ranks, and only if a rank of this host has died. Few files are
+            then read if no rank has died.
     """
     own = next(iter(read_records([layout.listener(process.host, process.pid)], Listening)), None)
     if own is None or own.run_id != run_id or own.rank is None:

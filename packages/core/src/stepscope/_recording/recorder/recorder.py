@@ -274,8 +274,8 @@ class Recorder:
     def fire(self, trigger: str, reason: str) -> str | None:
         """Write the last steps in the background and return the trigger.
 
-        Return None if nothing is written: the trigger is off or has reached its limit, all steps are written
-        already, or no folder is configured, which is logged.
+        Return None if nothing is written, because the trigger is off or has reached its limit, all steps are
+        written already, or no folder is configured. The last case is logged.
         """
         with self._taking:
             settings = self.config.recorder
@@ -447,7 +447,7 @@ class Recorder:
         self._add_peers(written, order, first)
         self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in first:
-            if step.part.state("spans") == "failed":  # a warning says so
+            if step.part.state("spans") == "failed":  # a warning was logged
                 continue
             failures.tell(
                 "stepscope: step %d is on record (%s: %s): stepscope report %s",
