@@ -33,7 +33,7 @@ _NAMED = 8
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage of the process that bounds steps, over the last steps."""
+    """A top stage of the steps' owner, over the last steps."""
 
     stage: str
     """`role/stage`."""

@@ -39,7 +39,7 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     tables: tuple[Block, ...] = ()
     value: Any = None
-    """The computed value; None if the section computes its tables."""
+    """The computed value; None if the section computes tables instead."""
     failed: str | None = None
     """Reason why the section has no tables, or None if it did not fail."""
 
@@ -86,7 +86,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the trajectories, or None if no trajectory is known to be stale."""
     idle: tuple[Idle, ...]
     vain_waits: tuple[VainWait, ...] = ()
-    """Waits during which no process was busy that could have ended the wait."""
+    """Waits during which no process did work that could end the wait."""
     engines: tuple[Engine, ...]
     """Replicas that recorded prefill and decode, in a trace or in spans."""
     phaseless: tuple[Phaseless, ...]

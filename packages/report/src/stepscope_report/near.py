@@ -102,7 +102,7 @@ def near_step(path: StepPath) -> NearStep:
 
 
 def path_times(path: StepPath) -> Mapping[Label, int]:
-    """Return {stage: ns of the critical path}."""
+    """Return {stage: its own time in ns on the critical path}."""
     names, times = ToolNames(path.graph.timeline), Counter[Label]()
     for piece in path.pieces:
         span = path.graph.span_of(piece.node)
@@ -112,7 +112,7 @@ def path_times(path: StepPath) -> Mapping[Label, int]:
 
 
 def outside_ns(path: StepPath) -> int:
-    """Return the time of the critical path in no span, in ns."""
+    """Return the time in ns on the critical path in which no span ran."""
     return sum(piece.wall_ns for piece in path.pieces if path.graph.span_of(piece.node) is None)
 
 

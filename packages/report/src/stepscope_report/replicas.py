@@ -332,7 +332,9 @@ def _is_request(span: Span) -> bool:
 
 
 def _count_phases(served: Iterable[Span]) -> Tokens:
-    """Return the sums of `tokens` on spans `prefill` and `decode`, for engines that record nothing else."""
+    """Return the sums of `tokens` on spans `prefill` and `decode`, for engines that record nothing else. Each
+    ended span `decode` counts as a request.
+    """
     tokens = Tokens()
     for span in served:
         field = _PHASE_FACTS.get(span.stage)

@@ -106,7 +106,7 @@ def _added_sections(sources: Sources, report: StepReport) -> tuple[AddedSection,
 
 
 def pages_of(page: Page) -> Iterator[tuple[int, list[Html]]]:
-    """Yield (rank on the page, markup) for each added section."""
+    """Yield (index of the group on the page, markup) for each added section."""
     points = {point.name: point for point in _points()} if page.report.added else {}
     for added in page.report.added:
         rank, drawn = RECORD, None

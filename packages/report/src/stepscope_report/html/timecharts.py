@@ -41,7 +41,7 @@ def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
 
 
 def _legend(marks: Sequence[Mark], window_ns: int, colours: Colours, flights: Sequence[Flight] = ()) -> Html:
-    """Return the legend of a chart: the stages, and the signs on marks and frames that the chart has."""
+    """Return the legend of a chart: its stages, and the signs that occur on its marks and frames."""
     drawn: tuple[Mark | Flight, ...] = (*marks, *flights)
     signs = (
         ("early", "began before the step", any(_is_early(one.start_ns, window_ns) for one in drawn)),

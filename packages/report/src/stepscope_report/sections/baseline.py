@@ -31,7 +31,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: tuple[int, ...]
     """Numbers of the uncaptured steps. The first step after a capture may be slowed by the writing of traces.
-    That step is included only if there are fewer than `ALONE` other steps."""
+    That step is included only if there are fewer than `stepscope.files.steps.ALONE` other steps."""
     alike: bool
     """True if `steps` are of the captured step's kind. False if no uncaptured step of that kind is near."""
     min_ns: int

@@ -400,7 +400,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             longer = False
         elif times and is_tool(*label):
             longer = is_longer(call.dur_ns, usual_call_ns)
-        else:  # many calls may each be a little longer, or be more than usual
+        else:  # many calls, each a little longer, or more calls than usual
             longer = (call.dur_ns - usual_call_ns) * 4 >= (ns - usual_ns) * 3
         cut_off = any(  # the death of the process ended the call, so its real duration is unknown
             names.label_of(span) == label
@@ -577,7 +577,7 @@ def step_cause(timeline: Timeline, explained: Explained) -> Cause | None:
     names = ToolNames(timeline)
     first, *others = (_other(timeline, one, names) for one in explained.suspects[: OTHERS + 1])
     fields = {name: getattr(first, name) for name in first.__struct_fields__}
-    joint = ";" if first.kind == "between-steps" else ":"  # that time is no part of the step's
+    joint = ";" if first.kind == "between-steps" else ":"  # that time lies before the step
     fields["sentence"] = f"{_say_length(timeline, explained)}{joint} {first.sentence}"
     return Cause(**fields, others=tuple(others))
 

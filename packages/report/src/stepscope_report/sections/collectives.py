@@ -55,7 +55,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return the factor by which bus bandwidth exceeds algorithm bandwidth (see the top of this module)."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth (see the top of this module)."""
     name = op.lower().replace("_", "")
     if ranks < 2:
         return 1.0

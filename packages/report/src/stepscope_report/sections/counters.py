@@ -369,7 +369,7 @@ def _with_calls(
 
 
 def _ran_ns(loop: Counter, start_ns: int) -> int:
-    """Return the time of the last sample before a block, at which the loop ran."""
+    """Return the last time before a block at which a sample shows that the loop ran."""
     return max((time for time in loop.times_ns if time < start_ns), default=start_ns)
 
 
@@ -398,7 +398,7 @@ def _parts(
     """Yield the block of a loop, divided where the sampler found another call or line running.
 
     Args:
-        places: The loop's counters of the places in which it was blocked.
+        places: Counters of the places in the code that blocked the loop.
     """
     seen = sorted(_seen(loop, places, calls, start_ns, end_ns, timeline))
     if not seen:

@@ -56,7 +56,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """One replica in the step. The times from `prefill_ns` to `idle_ns` do not overlap, and they add up to
-    `recorded_ns`. A field is None if nothing recorded states its value.
+    `recorded_ns`. A field is None if the recording does not state its value.
     """
 
     replica: str

@@ -228,8 +228,8 @@ def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ..
 
 
 def _is_among(labels: Set[str], stage: str) -> bool:
-    """Return True if `stage` (`role/stage`) is one of `labels`. A `*` in `stage` matches any text, because a
-    call fills in a part of the name.
+    """Return True if `stage` (`role/stage`) is one of `labels`. A `*` in `stage` matches any text, because
+    each call fills in this part of the name.
     """
     return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
 

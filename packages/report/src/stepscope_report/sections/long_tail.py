@@ -296,8 +296,8 @@ def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
 def _stalled_ns(
     timeline: Timeline, members: Mapping[str, list[int]], last: Sequence[Span], held_ns: int
 ) -> int:
-    """Return the part, in ns, of the last trajectory's final `held_ns` in which the trajectory waited for an
-    engine's own profiler.
+    """Return the ns in which the last trajectory waited for an engine's own profiler, within the last
+    `held_ns` of the trajectory.
     """
     if not (last and held_ns and timeline.stalls):
         return 0
