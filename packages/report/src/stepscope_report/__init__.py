@@ -3,10 +3,10 @@
 `open` reads a run, and `step_report` makes the tables of a step. Names are imported at their first use.
 
 From a trace to a number on the page: `timeline.trace_files` finds the files, and
-`timeline.activity.content_reader` reads each file into a `TraceContent`. There `Reading._kernels` adds a
-kernel's time to its name and to its device. `sections.traces` adds the files up (`operator_times`,
-`device_usage`) and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and `Pages` in
-`cli.report` writes the page. Other sections are computed from the timeline's spans.
+`timeline.activity.content_reader` reads each file into a `TraceContent`. There `Reading._kernels` adds each
+kernel's time to the totals of the kernel's name and of its device. `sections.traces` adds the files up
+(`operator_times`, `device_usage`) and draws them (`draw_traces`). `report.SECTIONS` lists the sections, and
+`Pages` in `cli.report` writes the page. Other sections are computed from the timeline's spans.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def file_layer(
 
 
 def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings of `STEPSCOPE_*` variables: names in upper case with two underscores for each dot,
-    mappings as JSON.
+    """Return the settings of `STEPSCOPE_*` variables. A variable's name is the setting's name in upper case,
+    with two underscores for each dot. Mappings are JSON.
 
     Raises:
         ConfigError: a variable does not name a setting, or its text is not a value of that setting.

@@ -72,7 +72,7 @@ _ALLOWED = f"steps from 0: {SPELLINGS}"
 
 
 class StepRange(msgspec.Struct, frozen=True):
-    """The steps `range(start, stop, stride)`; without an end where `stop` is None."""
+    """The steps `range(start, stop, stride)`, which have no end if `stop` is None."""
 
     start: int
     stop: int | None

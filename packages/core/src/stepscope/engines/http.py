@@ -1,8 +1,8 @@
 """Requests to engines behind HTTP, and errors that state the fix. No request is ever sent twice.
 
-This module uses the standard library, because the retries of a client library could repeat a start, and
-every process would pay for the library's import. Each request has a thread of its own, so that a server
-that hangs delays no other request, and a connection of its own, which is shut down when the caller gives up.
+This module uses the standard library, because a client library could repeat a start by its retries, and its
+import would cost every process time. Each request has its own thread, so that a server that hangs delays no
+other request. Each request also has its own connection, which is shut down when the caller gives up.
 """
 
 from __future__ import annotations

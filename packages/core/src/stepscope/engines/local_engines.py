@@ -29,7 +29,8 @@ class _Entry(NamedTuple):
     engine: Callable[[], object | None]
     replica: int | None
     pid: int
-    """Process in which the engine was registered: a forked child does not have the parent's engines."""
+    """Process in which the engine was registered, because a forked child does not have the parent's
+    engines."""
 
 
 _entries: list[_Entry] = []

@@ -85,7 +85,7 @@ class EngineMetrics:
         self._wanted.set()
 
     def values(self, name: str) -> Mapping[str, float]:
-        """Return {name of the engine: latest value of a metric}; empty if there is no value."""
+        """Return {name of the engine: latest value of the metric `name`}; empty if there is no value."""
         value = self.latest.get(name)
         return {} if value is None else {self._of: value}
 

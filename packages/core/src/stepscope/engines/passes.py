@@ -370,7 +370,7 @@ def unpacked_copy(content: bytes) -> PassCopy:
 
 
 class PassRing(PassLog):
-    """The latest passes of one engine, in parts. The oldest part is dropped when all parts take
+    """The latest passes of one engine, in parts. The oldest part is dropped when the parts together take
     `memory_mb`.
     """
 

@@ -52,7 +52,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     step_dir: str
     """Absolute path of the step's folder. `Artifact.path` is relative to this folder."""
     name: str
-    """Profile name or prefix: distinct for each capture of a run."""
+    """Name or prefix of the profile, distinct for each capture of a run."""
     replica: int
     activities: tuple[str, ...] = ("cpu", "cuda")
     """Activities to record, as in `torch.activities`. An adapter leaves out activities that the engine's
@@ -67,7 +67,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     merge: bool = False
     """True to let the engine merge the files of its ranks."""
     passes: int = 0
-    """Largest number of forward passes to note in a file of `files.passes`; 0 for none."""
+    """Largest number of forward passes to note in a file (see `files.passes`); 0 for none."""
     profiler: bool = True
     """False if the capture notes only forward passes, and the engine's own profiler does not run."""
     seconds: float | None = None
@@ -339,8 +339,8 @@ class EngineFactory(Protocol):
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return {name: entry point} of the installed adapters. Cached until a name is not found, because reading
-    the metadata of every package takes 10 ms of CPU where an engine is installed.
+    """Return {name: entry point} of the installed adapters. The result is cached until a name is not found,
+    because reading the metadata of every package takes 10 ms of CPU if an engine is installed.
     """
     from importlib.metadata import entry_points  # slow to import
 

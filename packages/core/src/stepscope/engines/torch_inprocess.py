@@ -297,7 +297,9 @@ class TorchRolloutProfiler(EngineProfilerBase):
             recording.tick(by_hand=True)
 
     def check(self) -> None:
-        """Check that torch.profiler can run, and make its slow first start in this process (1.2 to 2.5 s)."""
+        """Check that torch.profiler can run, and start it once. The first start in a process takes 1.2 to 2.5
+        s.
+        """
         try:
             backend = load_backend("torch", _config(("cpu",)))
             backend.check()

@@ -95,7 +95,7 @@ class Exchange(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The offset of another wall clock: its time = our time + `offset_ns`, +- `within_ns`."""
+    """The offset of another wall clock: other time = own time + `offset_ns`, +- `within_ns`."""
 
     offset_ns: int
     within_ns: int

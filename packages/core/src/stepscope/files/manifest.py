@@ -132,8 +132,8 @@ FORMAT = 2
 """Version of the format of the manifest and its parts."""
 
 State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
-"""State of an expected item. `pending`: not there yet. `missing` and `failed` are final, unless
-`Expectation.pending` is set, because files may still come."""
+"""State of an expected item. `pending`: not there yet. `missing` and `failed` are final, although files may
+still come if `Expectation.pending` is set."""
 Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
 """Kind of an expected item. `spans`: the span file. `counters`: the file of counters. `trace`: a recording of
 this process' profiler. `engine`: a recording of an inference engine. `fetch`: files from another host.
@@ -168,7 +168,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """A result that a process or an engine should produce, and its outcome."""
 
     name: str
-    """`torch trace`, `torch trace of update_actor`, `spans`, `replica 1`..."""
+    """Name of the result: `torch trace`, `torch trace of update_actor`, `spans`, `replica 1`..."""
     kind: Kind
     state: State
     pending: Pending | None = None

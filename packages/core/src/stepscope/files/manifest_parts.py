@@ -163,7 +163,7 @@ def _lost(item: Expectation) -> Expectation:
         return item
     reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # no longer true: the process has ended
     reason = f"the process is gone: {reason}"
-    died = item.kind != "engine"  # the process of an engine may be another one
+    died = item.kind != "engine"  # an engine may run in another process
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason, died=died)
 
 

@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     expires_ns: Int
     """Unix time in ns after which the request is ignored."""
     runs: list[Annotated[str, msgspec.Meta(max_length=200)]] | None = None
-    """Ids of the runs that the request is for, which listened when it was made; None for any run."""
+    """Ids of the runs that the request is for, because they listened when it was made; None for any run."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +74,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[Int] = []
     """The steps captured so far."""
     reason: str | None = None
-    """The reason why a `captured` step failed or nothing was recorded; None if all went well."""
+    """The reason for `refused`, `missed` or `expired`, or what went wrong with `captured` steps; else
+    None."""
     others: dict[str, str] = {}
     """{worker or replica: `began`, or the reason why it takes no part} in the latest capture. Workers need
     not see this folder."""
@@ -95,7 +96,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """{request id: answer}."""
     run_id: str = ""
     ended_ns: Int | None = None
-    """Unix time in ns at which the process stopped listening, or None if it listens or died."""
+    """Unix time in ns at which the process stopped listening, or None if it still listens or was killed."""
     failed: bool = False
     """True if an exception that nothing caught ended the process."""
     imported_ns: Int = 0
@@ -146,7 +147,7 @@ def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Re
             requests = []
         changed = change(requests)[-MAX_REQUESTS:]
         data = msgspec.json.format(msgspec.json.encode(Control(requests=changed)))
-        decode(data, Control)  # else all requests would be lost on the readers
+        decode(data, Control)  # else readers would refuse all requests
         if len(data) > MAX_BYTES:
             raise RecordError(f"{layout.control} would exceed {MAX_BYTES} bytes. Fix: name fewer ranks")
         write_atomic(layout.control, data)
@@ -195,7 +196,7 @@ def peers_of(own: Listening, known: Sequence[Listening]) -> list[Listening]:
 
 
 def is_of_attempt(one: Listening, own: Listening) -> bool:
-    """Return whether a process belongs to the attempt of `own`, and not to an earlier attempt."""
+    """Return whether a process began with or after the attempt of `own`, so not in an earlier attempt."""
     return one.since_ns >= own.imported_ns - _APART_NS
 
 

@@ -255,7 +255,8 @@ _making = Lock()
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file and nothing else: a read of a pipe could block, and a device may have no end.
+    """Open a regular file and nothing else, because a read of a pipe could block, and a device may have no
+    end.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
@@ -317,7 +318,7 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
         return []
     decoder, records = _decoder_of(kind), []
     for line in lines:
-        with suppress(ValueError, RecursionError):  # an empty line, or cut off because its writer was killed
+        with suppress(ValueError, RecursionError):  # an empty line, or one that a killed writer cut off
             records.append(decoder.decode(line))
     return records
 

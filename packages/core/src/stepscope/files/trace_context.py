@@ -43,7 +43,7 @@ class SpanIds:
     """Ids of the spans of one process in one captured step."""
 
     def __init__(self, run_id: str, step: int, process: str) -> None:
-        from hashlib import sha256  # the same
+        from hashlib import sha256  # as above
 
         self.trace_id = trace_id_of(run_id, step)
         self._process = sha256(f"{run_id}/{step}/{process}/".encode())

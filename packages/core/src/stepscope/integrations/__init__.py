@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def config_from_args(args: argparse.Namespace) -> ProfileConfig:
     """Return the configuration from the parsed options of `add_arguments`, for `stepscope.configure`.
 
-    The options override the environment, which overrides the file.
+    The options override the environment, which overrides the configuration file.
 
     Raises:
         ConfigError: as `stepscope.configure`.

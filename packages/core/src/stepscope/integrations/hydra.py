@@ -24,7 +24,8 @@ ConfigStore.instance().store(group="stepscope", name="default", node=ProfileConf
 def config_from_hydra(cfg: Mapping[str, object]) -> ProfileConfig:
     """Return the configuration from the block `stepscope` of `cfg`, for `stepscope.configure`.
 
-    The block replaces the file. The environment overrides the block, and is used alone if there is no block.
+    The block replaces the configuration file. The environment overrides the block. Without a block, only the
+    environment is used.
 
     Args:
         cfg: The whole configuration, as `hydra.main` passes it to the decorated function.

@@ -109,7 +109,7 @@ def _make_profiler(
 
 
 class WorkerProfiler:
-    """The profiler of one worker of verl, which its `DistProfiler` calls."""
+    """The profiler of one worker of verl. The worker's `DistProfiler` calls it."""
 
     def __init__(self, rank: int, config: Any, role: str | None) -> None:
         """Read verl's `ProfilerConfig` of a role.

@@ -1,7 +1,7 @@
 """Pytest fixtures for tests of instrumented code: `stepscope_run` and `stepscope_clock`.
 
 Load the fixtures with `pytest_plugins = ["stepscope.testing.plugin"]` in the root conftest.py or a test
-module. They are not a `pytest11` entry point, which every pytest run with stepscope installed would import.
+module. They are not a `pytest11` entry point, because then every pytest run would import stepscope.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class FakeClock:
 
 
 def finished_spans(save_path: str | Path, step: int | None = None) -> list[Span]:
-    """Return the finished spans of closed captures, ordered by start: of `step`, or of all steps."""
+    """Return the finished spans of closed captures of `step`, or of all steps, ordered by start."""
     layout = RunLayout(save_path)
     steps = layout.steps() if step is None else [step]
     files = [file for number in steps for file in sorted(layout.step(number).spans.glob("*.jsonl"))]
@@ -99,7 +99,7 @@ class RecordedRun:
         return self.config
 
     def spans(self, step: int | None = None) -> list[Span]:
-        """Return the finished spans of closed captures, ordered by start: of `step`, or of all steps."""
+        """Return the finished spans of closed captures of `step`, or of all steps, ordered by start."""
         return finished_spans(self.layout.root, step)
 
     def stages(self, step: int | None = None) -> list[str]:

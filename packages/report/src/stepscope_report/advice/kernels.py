@@ -23,7 +23,9 @@ _MANY = 200
 
 
 def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if nine of ten kernels take under 10 us on average, and a tenth of the time is between them."""
+    """Advise if nine of ten kernels take under 10 us on average, and a tenth of the time passes between
+    kernels.
+    """
     worst: tuple[int, str, int, int] | None = None
     for name, own in grouped(evidence.activities, lambda activity: activity.name).items():
         kernels = [kernel for one in own for kernel in one.content.kernels if kernel.work == "compute"]
@@ -72,7 +74,7 @@ def unpinned_copies(evidence: TraceEvidence) -> Iterator[Advice]:
 
 
 def exposed_copies(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if a device did nothing but copy, mostly pinned memory, for a tenth of its time."""
+    """Advise if a device only copied, and mostly pinned memory, for a tenth of its time."""
     alone = {row: row.busy_ns - row.compute_ns - row.exposed_ns for row in evidence.traces.devices}
     row = max(alone, key=lambda row: alone[row], default=None)
     if row is None or alone[row] * 10 < row.recorded_ns:

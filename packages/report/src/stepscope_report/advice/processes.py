@@ -87,7 +87,7 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
     ]
     worst = max(gaps, key=lambda gap: gap.lost_ns, default=None)
     if worst is None or (evidence.beside_ns or 0) * 2 >= worst.lost_ns:
-        return None  # the first line says how much longer than in other profiled steps the process took
+        return None  # the first line compares the process with other profiled steps
     stage, slowest = worst.stage, worst.slowest
     alike = (
         "ranks: all, or no engines in the capture"
