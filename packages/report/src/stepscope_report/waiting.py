@@ -178,8 +178,8 @@ def engine_call(state: ProcessState, engine: EngineState) -> Call:
 
 
 def is_loaded(engine: EngineState, asked: bool) -> bool:
-    """Return whether an engine has requests, or may have: a call asks it, and it has shown no counters for
-    `_STUCK_NS`.
+    """Return whether an engine has requests, or may have some: a call asks the engine, which has shown no
+    counters for `_STUCK_NS`.
     """
     return bool(engine.requests) or (asked and engine.sampled_ns > _STUCK_NS)
 
@@ -314,8 +314,9 @@ class Process:
     def frames(self, span: OpenSpan) -> tuple[Sequence[Frame], Wait | None]:
         """Return the stack of a span, and what the span waits for (None if its stack shows no wait).
 
-        If a task runs in the span, this is the task's stack, else the stack of the span's thread. The stack
-        is empty if the thread only runs an event loop or another task.
+        If the span has tasks, this is the stack of the running task, or else of a task that the others
+        wait for. Without tasks, it is the stack of the span's thread, or empty if the thread only runs an
+        event loop or another task.
         """
         thread = self.threads.get(span.thread)
         tasks = self.tasks_of[span.span]
@@ -387,8 +388,8 @@ class RayCalls:
         }
 
     def called_by(self, process: str) -> set[str]:
-        """Return the actors whose calls a process waits for: the key of the actor's process, or the actor's
-        id if the actor does not record.
+        """Return the actors whose calls a process waits for, each by its process' key, or by its id if it
+        does not record.
 
         Args:
             process: `ProcessInfo.key`, or the id of an actor that does not record.
@@ -406,8 +407,8 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     """A process group of torch, or `communicator 0x5f2a` of NCCL."""
     state: Literal["behind", "dead", "silent"]
-    """`behind`: the rank has begun fewer collectives. `dead`, `silent`: NCCL reports the rank as dead, or has
-    no answer from it."""
+    """`behind`: the rank has begun fewer collectives. `dead`: NCCL reports the rank as dead. `silent`: NCCL
+    has no answer from the rank."""
     op: str | None = None
     """The kind of collective, such as `AllReduce`, or None for all kinds together."""
     begun: int | None = None

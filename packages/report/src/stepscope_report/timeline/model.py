@@ -34,10 +34,11 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     alignment: Alignment
     """`owner`: the process is the owner. `same host`: it has the owner's wall clock. `measured`: exchanges of
     the owner with the process give the offset. `collectives`: collectives between hosts narrow the measured
-    offset. `assumed`: another tracer named no host of this step, and its clock counts as the owner's.
-    `unaligned`: the process runs on another host, and nothing was measured."""
+    offset. `assumed`: the process' traces or spans name no host of this step, and its clock counts as the
+    owner's. `unaligned`: the process runs on another host, and nothing was measured."""
     offset_ns: int = 0
-    """Lead of the process' wall clock over the owner's when the capture opened. Times are corrected by it."""
+    """Lead of the process' wall clock over the owner's when the capture opened. Times are corrected by this
+    lead."""
     closing_offset_ns: int = 0
     """The lead when the capture closed. Between opening and closing, the lead is interpolated."""
     uncertainty_ns: int | None = None

@@ -1,5 +1,5 @@
-"""Timeline of traces without a captured step: of torch.profiler, of engines, of installed readers, or in a
-timeline that `stepscope merge` wrote.
+"""Timeline of traces without a captured step. The traces come from torch.profiler, engines or installed
+readers, or from a timeline that `stepscope merge` wrote.
 
 Only traces describe the processes. The rank comes from `distributedInfo` or from the recording, or else from
 the names of files and folders (`named`), or else it is unknown.

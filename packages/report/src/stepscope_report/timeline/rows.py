@@ -302,7 +302,7 @@ class Recorded:
 
 
 def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
-    """Return the recorded process by the sidecar. Facts that the sidecar lacks come from the file."""
+    """Return the recorded process. Facts that the sidecar lacks come from the file."""
     artifact = None if sidecar is None else sidecar.artifact
     return ProcessInfo(
         role=role,

@@ -57,8 +57,8 @@ class StepGraph(NamedTuple):
     timeline: Timeline
     start_ns: list[int]
     end_ns: list[int]
-    """End of each node. Starts and ends are moved into the caller's time if the clocks' uncertainty explains
-    the difference."""
+    """End of each node. Starts are moved into the caller's time. Ends are too if the clocks' uncertainty
+    explains the difference."""
     caller: list[int]
     kids: dict[int, list[int]]
     """{caller: calls that have this recorded caller, in the order of their ends}."""
@@ -484,8 +484,8 @@ class _Builder:
                 yield from roles
 
     def _is_at_once(self, node: int, longest_ns: int) -> bool:
-        """Return whether a collective's span begins at most `longest_ns`, or `_TOGETHER_NS` if longer, after
-        its call.
+        """Return whether the span of a collective begins soon after its call: within `longest_ns`, or within
+        `_TOGETHER_NS` if that is longer.
         """
         issued_ns = (self._spans[node].attrs or {}).get(ISSUED_NS, 0)
         return isinstance(issued_ns, int) and issued_ns <= max(_TOGETHER_NS, longest_ns)

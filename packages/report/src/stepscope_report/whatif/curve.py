@@ -181,7 +181,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
     """Return the slope of log(tokens per ns) over log(requests): 0 if the replica is full, 1 if requests do
-    not slow each other.
+    not slow each other down.
 
     Args:
         alone: The slope to return for a single point.

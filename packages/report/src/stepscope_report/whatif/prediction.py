@@ -131,8 +131,7 @@ def outcome(step: Step, changes: Changes, ends_ns: Sequence[float]) -> Outcome:
 
 
 def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[DriverStage]:
-    """Return the stages after the rollout, in which reward stages have only the time that is left after the
-    rollout.
+    """Return the stages after the rollout. Reward stages keep only the time that is left after the rollout.
 
     Trajectories are scored one after the other, each from its end at the earliest. Each trajectory takes an
     equal part of the measured reward time.

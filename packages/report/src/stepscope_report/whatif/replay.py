@@ -33,8 +33,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     works: Sequence[float]
     """Tokens that each generation needs, by `Call.number`."""
     assigned: Sequence[Sequence[int]] | None = None
-    """Replica of each generation, by trajectory. None to use the replica with the fewest requests at that
-    time."""
+    """Replica of each generation, by trajectory. None if each generation uses the replica that has the fewest
+    requests when the generation starts."""
     slots: int | None = None
     """Number of requests that a replica serves at once, or None for no limit."""
     tool_pool: int | None = None
@@ -204,8 +204,7 @@ class _Replay:
 def assignment(
     trajectories: Sequence[Trajectory], works: Sequence[float], changes: Changes, replicas: int
 ) -> list[list[int]] | None:
-    """Return the replica of each generation by trajectory. None to use the replica with the fewest requests
-    at that time.
+    """Return `Rules.assigned`: the replica of each generation by trajectory, or None.
 
     Without a change of `balance`, generations keep their replicas. If the number of replicas changes,
     trajectories are assigned to the replicas in turn, or generations if a trajectory used several replicas.

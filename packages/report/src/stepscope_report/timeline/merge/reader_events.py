@@ -68,8 +68,8 @@ class Drawing:
         return [row for row in self._rows.values() if row.pid in self.events]
 
     def texts(self) -> Iterator[bytes]:
-        """Yield batches of events as JSON without brackets. An exception of the reader ends the batches, and
-        is noted.
+        """Yield batches of events as JSON without brackets. If the reader raises, the batches end, and the
+        exception is noted.
         """
         recorded = self._recorded
         with (

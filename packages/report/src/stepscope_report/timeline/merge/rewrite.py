@@ -215,15 +215,13 @@ class Rewriter:
 
 
 def _ends_apart(array: bytes) -> bool:
-    """Return whether the last event of an array looks unsuitable for the fast way, so that the whole array
-    avoids it.
-    """
+    """Return whether an array ends with metadata or a counter, so that the fast way is not tried on it."""
     return _APART_PHASE.match(array, array.rfind(b'"ph"')) is not None
 
 
 def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:
-    """Return (first, end) of the events that remain without the metadata and counters at both ends of the
-    list. Kineto writes its metadata at the ends.
+    """Return (first, end) of the list without the metadata and counters at its two ends, where Kineto writes
+    metadata.
     """
     first, last = 0, len(elements)
     while first < last and _is_apart(elements[first]):

@@ -103,7 +103,7 @@ class Drawn:
         self._pointed: dict[int, set[int]] = defaultdict(set)
         """{index of an engine: its passes with an arrow from a turn}."""
         self._stalled: set[int] = set()
-        """Replicas whose stalls are drawn: each in its first row."""
+        """Replicas whose stalls have been drawn. Stalls are drawn in a replica's first row."""
         self.outside = 0
         """Spans left out because they are not between `from` and `to`."""
 
@@ -412,13 +412,13 @@ _decode = msgspec.json.Decoder(_Seen).decode
 
 
 class EngineLaunches:
-    """Annotations and launches in the events of one engine's workers, as its traces are written.
+    """Annotations and launches of one engine's workers, collected while the workers' traces are written.
 
     A worker annotates each pass with the numbers of its requests. A launch on the thread and in the time of
     the annotation has the same correlation as the launched work, also if the work is a replayed CUDA graph.
     Passes and annotations are matched by order and numbers and not by time, because a worker may launch a
-    pass before the previous pass has ended. The first worker with an annotation counts, because all workers
-    run the same passes.
+    pass before the previous pass has ended. If several workers annotate a pass, the first annotation counts,
+    because all workers run the same passes.
     """
 
     def __init__(self) -> None:

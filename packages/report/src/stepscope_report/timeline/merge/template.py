@@ -281,8 +281,8 @@ class _Threads(NamedTuple):
 
 
 class _EachTime(NamedTuple):
-    """A change that is applied to each time separately. All times have `digits` digits; all or none have
-    three decimals.
+    """A change that is applied to each time separately. All times have `digits` digits before the point; all
+    or none have three decimals.
     """
 
     place: Place
@@ -345,7 +345,7 @@ class _Plan(NamedTuple):
     decode: Callable[[bytes], list[Any]]
 
     def carried_out(self, array: bytes) -> tuple[bytes, list[Any]] | None:
-        """Return the changed text and its events as marked, or None if the plan does not fit them."""
+        """Return the changed text and its marked events, or None if the plan does not fit the array."""
         text, at = array, 0
         for needle in self.times.needles:
             text, count = _replaced(text, needle.written, needle.final)

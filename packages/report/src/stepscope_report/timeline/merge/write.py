@@ -28,7 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class TimelineFile:
-    """A timeline while it is written: gzip while events arrive, or plain JSON. `finish` closes the JSON."""
+    """A timeline that is being written, as gzip or as plain JSON. `finish` closes the JSON."""
 
     def __init__(self, file: BinaryIO, base_ns: int, *, packed: bool = True) -> None:
         """Begin a timeline in `file`, as gzip if `packed`, else as plain JSON."""
@@ -77,7 +77,7 @@ class TimelineFile:
 
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
-    """Add the name of the file that was being written to the errors of a full disk."""
+    """Name the unfinished file in the errors of a full disk."""
     try:
         yield
     except OSError as error:
@@ -115,8 +115,8 @@ class RowTrace(NamedTuple):
     name: str
     """Path of the trace, relative to the step's folder."""
     number: int
-    """Number among all traces of the step, the prefix of its ids. A row's first trace has the row's
-    `place`."""
+    """Number of the trace in the step, which is the prefix of the trace's ids. For a row's first trace it is
+    the row's `place`."""
     base_ns: int | None
 
 

@@ -79,8 +79,8 @@ def _gunzip(
     from isal import igzip_lib
 
     start, taken, given, inflated = 0, len(data), 0, 0
-    """Numbers of bytes: in the file before this member, read, yielded from this member, yielded from all
-    members."""
+    """Numbers of bytes: `start` in the file before this member, `taken` read so far, `given` yielded from
+    this member, `inflated` yielded from all members."""
     try:
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:

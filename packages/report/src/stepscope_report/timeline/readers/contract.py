@@ -81,7 +81,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """False if no reader should read the file."""
     why: str | None = None
     """Reason why the file is not read, with a fix if there is one, for the list of left-out files. None if
-    the file has nothing for a timeline and is not listed."""
+    the file is read, or if it has nothing for a timeline and is not listed."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

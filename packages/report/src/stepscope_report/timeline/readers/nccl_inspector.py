@@ -48,7 +48,7 @@ class _Header(msgspec.Struct, gc=False):
 
     @property
     def group(self) -> str:
-        """Name of the communicator, with its id: several may have one name."""
+        """Name and id of the communicator, because several communicators may share a name."""
         return self.id if self.comm_name == "unknown" else f"{self.comm_name} {self.id}"
 
 
