@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class StragglerRow(msgspec.Struct, kw_only=True):
-    """One process in the calls of one collective. Only calls that other processes recorded, too, count."""
+    """One process in the calls of one collective. Calls count only if another process recorded them, too."""
 
     role: str
     collective: str
@@ -165,7 +165,7 @@ def _by_run(activities: Iterable[TraceActivity]) -> Iterator[tuple[int, TraceAct
 
 
 def _instances(recorded: Sequence[tuple[TraceActivity, Iterable[_Call]]]) -> Iterator[list[Iterable[Member]]]:
-    """Yield the members of each process group.
+    """Yield a list for each process group: the `Member`s of each of its processes.
 
     If a rank occurs twice, several jobs have groups with the same name at the same time. The times of the
     calls then show which processes belong together.

@@ -94,8 +94,8 @@ class Suspect(NamedTuple):
     because: str = ""
     """Words for what held up the process, or "" if nothing is known."""
     apart_ns: int | None = None
-    """Time by which a rank that was late in no call came after the others. `longer_ns` is the part of this
-    time in no call. None for other suspects."""
+    """Time by which a rank came after the others, if no call made it late. `longer_ns` is the part of this
+    time in which the rank was in no call. None for other suspects."""
     on_path: bool = False
     """True if `took_ns` and `usual_ns` are times on the critical path: no call was longer than usual."""
 
@@ -539,7 +539,8 @@ class _Lineup:
         """Return the slowest process of a stage if it is slower by a quarter than the median of the other
         processes.
 
-        If all calls state their tokens, processes are compared by the time for each token.
+        If all calls state their tokens, processes are compared by the time for each token. If none is slow by
+        that, the process with the longest own time is returned if it had a quarter more tokens.
         """
         kind: CauseKind
         usual_ns: Callable[[Work], int]
@@ -687,8 +688,8 @@ class _Lineup:
     # Trajectories.
 
     def _late_trajectories(self) -> Iterator[Suspect]:
-        """Yield the last tenth of the trajectories if the other trajectories waited for it for 15 % of the
-        rollout. The suspect names the stage that took longer in the last trajectory.
+        """Yield the last tenth of the trajectories if it ended later than the others by 15 % of the rollout.
+        The suspect names the stage that took longer in the last trajectory.
         """
         timeline, graph = self._timeline, self._graph
         roots = [

@@ -177,7 +177,7 @@ class Replay:
         """{node in a line: the line's head}. A line is a call (its head) and all calls below the head, if the
         calls of each caller run one after the other."""
         self._points = [node for node in nodes if self._line.get(node, node) == node]
-        """Nodes that are in no line of another node."""
+        """Nodes that are in no line, and the heads of lines."""
         self._starts = sorted(self._points, key=graph.start_ns.__getitem__)
         self._ends = list(reversed(self._points))
         self._ends.sort(key=graph.end_ns.__getitem__)
@@ -208,7 +208,9 @@ class Replay:
         return heads
 
     def has(self, node: int) -> bool:
-        """Return whether a call takes part. Only then is it known whether the step waited for the call."""
+        """Return whether a call takes part, below an owner or in a process that met other ranks. Only then
+        is it known whether the step waited for the call.
+        """
         graph, root = self._graph, node
         while graph.caller[root] != NOBODY:
             root = graph.caller[root]

@@ -122,8 +122,8 @@ def _artifacts(sources: Sequence[Source]) -> Iterator[Artifact]:
 
 
 def _lost_records(layout: StepLayout, sources: Sequence[Source]) -> Iterator[FileProblem]:
-    """Yield a problem for each process whose files are missing here, or have less than the process' part of
-    the manifest states.
+    """Yield a problem for each process whose files are missing here, or hold less than the process' part
+    of the manifest states.
     """
     for source in sources:
         info, run_id, number, part = source.info, source.run_id, source.capture, source.part

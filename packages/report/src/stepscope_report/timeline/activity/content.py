@@ -52,7 +52,7 @@ class Operator(msgspec.Struct):
     total_us: float = 0.0
     max_us: float = 0.0
     below_us: float = 0.0
-    """Part of `total_us` that was spent in operators that this operator called."""
+    """Part of `total_us` in operators called by this operator."""
     outer: bool = False
     """True for a range of `record_function` or a decorator, False for an operator of a library."""
 

@@ -290,8 +290,8 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """The step that the trace covers, or None if unknown."""
     replica: int | None = None
-    """Number of the inference replica, by the sidecar if there is one; None if not stated. `info.replica` may
-    be None even for a replica."""
+    """Number of the inference replica, from the sidecar if there is one. None if not stated. `info.replica`
+    may lack a number that is known here."""
     topology: Mapping[str, int] | None = None
     """Position of the process in the parallel layout of the replica: `{"tp": 1, "dp": 0}`, or None if
     unknown."""

@@ -156,7 +156,7 @@ def fitted(
     Return None if no line fits.
 
     Args:
-        first_ns: First and last time of the line, on the clock of the samples.
+        first_ns: First time of the line, on the clock of the samples. `last_ns` is the last.
         change_ns: Largest change of the offset between these two times.
     """
     lasted_ns, near_ns = max(last_ns - first_ns, 1), samples[0].offset_ns
@@ -200,7 +200,7 @@ class Reference(NamedTuple):
     offsets: Sequence[ClockOffset]
     first_ns: int = 0
     last_ns: int = 0
-    """Start and end of the owner's capture; 0 if unknown."""
+    """`first_ns` and `last_ns` are the start and end of the owner's capture; 0 if unknown."""
     jump_ns: int = 0
     """Jump of the owner's wall clock during the capture."""
 

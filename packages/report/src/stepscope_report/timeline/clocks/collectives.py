@@ -27,7 +27,7 @@ from stepscope_report.timeline.readers.json_array import TOKEN
 MOST = 1 << 18
 """Largest number of collectives that are read of one process."""
 _KEPT = 4096
-"""Largest number of collectives of one kind that are kept of one host. If there are more, every second,
+"""Largest number of collectives of one kind that are kept of one process. If there are more, every second,
 fourth, ... run of `_RUN` collectives is kept."""
 _RUN = 64
 _GLOO = b'"gloo:'

@@ -117,7 +117,7 @@ class _HostClock(msgspec.Struct, eq=False):
     """Indices of the sources on this host."""
     first_ns: int
     last_ns: int
-    """First and last time of these sources, on this clock."""
+    """`first_ns` and `last_ns` are the first and last time of these sources, on this clock."""
     samples: list[Sample]
 
     def guess(self, wall_ns: int) -> Sample | None:

@@ -31,7 +31,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     to_ms: float | None = None
     """Milliseconds after the step's opening, or None for no limit. Events that begin later are left out."""
     requests: Literal["all"] | None = None
-    """`all` for arrows from every turn to its passes, or None for arrows only of the slowest trajectories."""
+    """`all` for arrows from every turn to its engine passes, None for arrows of the slowest trajectories."""
     max_mb: float | None = None
     """Largest size of the written file in 10^6 bytes, or None for no limit. Spans come first; traces share
     the rest equally."""

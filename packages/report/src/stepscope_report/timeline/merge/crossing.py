@@ -28,7 +28,7 @@ _NEAR = 512
 """A late slice is inserted into a run if it belongs among this many last slices: some files are sorted
 by ends."""
 _JOINED = 8
-"""Number of runs that are joined into one, and of joined runs that are joined again."""
+"""Number of runs that are joined into one. As many joined runs are joined again."""
 _ALWAYS = float("inf")
 
 

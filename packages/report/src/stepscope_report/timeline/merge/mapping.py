@@ -156,7 +156,7 @@ class FlowIds:
 
 class _RowTracks(msgspec.Struct):
     tids: dict[str, dict[str, int]] = {}
-    """The tid in the timeline, by the pid and the tid in a file."""
+    """{pid in a file: {tid in the file: tid in the timeline}}."""
     labels: dict[str, str] = {}
     counters: dict[str, int] = {}
     first: str | None = None
