@@ -141,7 +141,9 @@ class Capture:
 
     @property
     def state(self) -> str:
-        """One of new, opening, open, closing and closed. A step that is not selected is always new."""
+        """One of new, opening, open, closing and closed. The capture of a step that is not selected is always
+        new.
+        """
         return "new" if self._life is None else self._life.state
 
     def open(self) -> Self:

@@ -145,7 +145,7 @@ _MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
 
 
 def read_hardware(config: ThroughputConfig) -> Hardware:
-    """Return the device that this process computes on, and the configured figures. Never raise."""
+    """Return the device that this process computes on, and the figures in `config`. Never raise."""
     device = gpu = None
     try:
         for kind, module in initialised():

@@ -179,7 +179,7 @@ def _request(connection: socket.socket, lines: Any, request: bytes, expected: by
 
 def _odd(communicator: _Communicator) -> Communicator | None:
     """Return the communicator with only the ranks that are missing or have launched fewer collectives than
-    `_usual`, or None if there are none.
+    `_usual`, or None if there are no such ranks.
     """
     counts = {rank.rank: rank.collectives() for rank in communicator.ranks}
     usual = _usual(counts)
