@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from socket import gethostname
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from stepscope.files.requests import Listening, write_listening
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import StepLine
+from stepscope_report.cli.asking import dead_owners
 from stepscope_report.cli.watch import render
 from stepscope_report.live import live
 
@@ -140,3 +143,20 @@ def test_the_step_that_runs_is_compared_with_its_kind() -> None:
     )
     view = live(lines, [owner])
     assert (view.median_ns, view.compared, len(view.durations_ns)) == (28, 10, 40)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_rank_that_answers_from_another_container_has_not_died(tmp_path: Path, answers: bool) -> None:
+    """No process of this container has its pid."""
+    first, other = (
+        Listening(host=gethostname(), pid=pid, role="trainer", rank=rank, since_ns=0, step=3, run_id="r")
+        for rank, pid in enumerate((os.getpid(), 1 << 30))
+    )
+    for one in (first, other):
+        write_listening(RunLayout(tmp_path), one)
+    states = [
+        ProcessState(process=one.process, run_id="r", at_ns=0, step=3, spans=(), threads=(), tasks=())
+        for one in (first, *[other] * answers)
+    ]
+    dead = {} if answers else {other.process.key: "trainer 1"}
+    assert dead_owners(RunLayout(tmp_path), states) == dead

@@ -113,13 +113,16 @@ def fates(states: Sequence[ProcessState]) -> dict[str, str]:
 def dead_owners(layout: RunLayout, states: Sequence[ProcessState]) -> dict[str, str]:
     """Return {key: name} of the processes that opened captures and died in the runs that answered. Processes
     of an earlier attempt, and processes that another process replaced, are left out.
+
+    A process that answered has not died, even if its pid is unknown here, as in another container.
     """
-    runs = {state.run_id for state in states}
+    runs, answered = {state.run_id for state in states}, {state.process.key for state in states}
     known = [one for one in read_listening(layout) if one.run_id in runs]
     alive = [one for one in known if not has_ended(one)]
     last = {(one.run_id, one.role, one.rank): one for one in sorted(known, key=lambda one: one.since_ns)}
     dead = [one for one in last.values() if has_died(one) and all(is_of_attempt(one, own) for own in alive)]
-    return {one.process.key: one.role if one.rank is None else f"{one.role} {one.rank}" for one in dead}
+    names = {one.process.key: one.role if one.rank is None else f"{one.role} {one.rank}" for one in dead}
+    return {key: name for key, name in names.items() if key not in answered}
 
 
 def _fate(pid: int) -> str | None:
