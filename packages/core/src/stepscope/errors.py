@@ -128,8 +128,8 @@ def is_users(error: BaseException) -> bool:
 
 
 def _is_called_with_its_caller(frame: FrameType) -> bool:
-    """Return whether the frame's function got its caller's frame as an argument. The interpreter calls signal
-    handlers with (number, frame).
+    """Return whether the frame of the caller is an argument of the frame's function. The interpreter calls
+    signal handlers with (number, frame).
     """
     code, caller = frame.f_code, frame.f_back
     has_varargs = bool(code.co_flags & 0x04)  # inspect.CO_VARARGS

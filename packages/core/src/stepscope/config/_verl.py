@@ -246,7 +246,9 @@ class _Reading:
             )
 
     def finish(self, overall: Block, tool: str | None, ranks: object) -> dict[str, object]:
-        """Return settings of `finish`: verl's command, which gets verl's variables, and its ranks."""
+        """Return settings of `finish`: verl's command with verl's variables, and the ranks that run the
+        command.
+        """
         self.differ(
             "finish_hook_cmd runs after each captured step here, with that step's folder as "
             "VERL_PROFILE_SAVE_PATH; verl runs it once, after the last, for all of save_path"

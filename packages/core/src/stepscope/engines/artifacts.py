@@ -114,12 +114,12 @@ def publish(
 
 
 def recorded_window(head: bytes, tail: bytes) -> tuple[int, int] | None:
-    """Return the times at which torch began and ended a recording, in unix ns of its host, or None if the
-    trace does not state them.
+    """Return the times at which torch began and ended the recording of a trace, in unix ns of the recorded
+    host. None if the trace does not state the times.
 
     Args:
         head: The beginning of the trace, at least up to its first event.
-        tail: The last few KB of the trace, where torch writes the events of its own begin and end.
+        tail: The last few KB of the trace, where torch writes the begin and end of the recording.
     """
     base = _BASE.search(head)
     began, ended = (mark.search(tail) for mark in (_BEGAN, _ENDED))

@@ -43,8 +43,8 @@ class EngineMetrics:
     def __init__(self, read: Callable[[], Mapping[str, float]], of: str, *, blocks: bool) -> None:
         """
         Args:
-            read: Returns the metrics by the names of this module; empty if the engine keeps none. An
-                exception counts as an answer without metrics.
+            read: Returns {name of a metric, as in this module: value}; empty if the engine keeps no metrics.
+                An exception counts as an answer without metrics.
             of: The engine's name in the counters, such as `replica 0`.
             blocks: True if `read` may wait for a server, so that a thread calls it.
         """

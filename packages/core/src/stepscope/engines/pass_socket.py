@@ -129,8 +129,8 @@ def behind(url: str) -> list[int] | None:
     """Return the ids of the processes of the server at a URL, and then of their descendants.
 
     Returns:
-        None if the server runs on another host or as another user. Empty while no process listens on its
-        port.
+        None if the server runs on another host or as another user. Empty while no process listens on the
+        server's port.
     """
     host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
     if not _is_here(host):

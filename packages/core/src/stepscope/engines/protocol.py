@@ -298,8 +298,8 @@ class EngineFactory(Protocol):
     is in use, and `stepscope doctor` compares the versions with the range in the adapter's `engine` extra."""
 
     builder: str = ""
-    """`module:Class.method` that builds every engine; empty if the adapter needs no `arm`. Under
-    `stepscope run`, `arm` is called before this method if an `instrument` entry names the adapter. The
+    """`module:Class.method` that builds every engine; empty if the adapter needs no `arm`. Under `stepscope
+    run`, `arm` is called before each call of that method if an `instrument` entry names the adapter. The
     top-level package of `module` must have the adapter's name."""
 
     def arm(self, config: ProfileConfig, settings: object) -> None:

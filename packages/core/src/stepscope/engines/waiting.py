@@ -29,8 +29,8 @@ class Waiting:
         self._task = asyncio.ensure_future(self._start(profiler, capture))
 
     async def end(self) -> bool:
-        """End the wait. Return whether the window has opened. If the profiler's start failed, raise its
-        error.
+        """End the wait. Return whether the window has opened. If the profiler's start failed, raise the error
+        of the start.
         """
         self._over.set()
         await self._task

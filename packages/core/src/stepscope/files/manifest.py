@@ -312,7 +312,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """Number of this capture. A step that is retried has several captures in one process."""
     opened: ClockAnchor
     closed: ClockAnchor | None = None
-    """Clock reading at the close of the capture, or None before it."""
+    """Clock reading at the close of the capture, or None before the close."""
     imported_ns: Int | None = None
     """Unix time in ns at which the process had imported stepscope, or None in older files."""
     recorded: bool

@@ -201,7 +201,7 @@ def of_the_last(taken: Sequence[T]) -> list[T]:
     For each process, only its last capture counts. Processes from before a resume of the run do not count. If
     the owner captured the step again, a worker counts only if it took part again. A worker on the owner's
     host took part if it opened after the owner's previous capture. A worker on another host took part unless
-    the owner measured its clock in the previous capture only.
+    the owner measured the worker's clock in the previous capture only.
     """
     last: dict[str, T] = {}
     for one in sorted(taken, key=lambda one: one.capture):

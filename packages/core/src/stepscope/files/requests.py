@@ -131,8 +131,8 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
-    """Replace the requests in `control.json` by `change(requests)`, atomically, and return them. A lock
-    admits one writer at a time.
+    """Replace the requests in `control.json` by `change(requests)`, atomically, and return the new requests.
+    A lock admits one writer at a time.
 
     A file that cannot be read counts as empty.
 

@@ -61,8 +61,8 @@ def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> 
 
 
 def runs_of(step: StepLayout) -> dict[str, int]:
-    """Return {run id: unix ns of its last opening} of the runs that captured the step. Empty if the folder
-    may not be read.
+    """Return {run id: unix ns at which the run last opened a capture of the step}. Empty if the folder may
+    not be read.
     """
     try:
         parts, _ = part_files(step, as_written=True)

@@ -54,7 +54,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """Work of the profiler during the stall: it started, or it wrote its file."""
     source: Literal["stamps", "file"]
     """Source of the times. `stamps`: stepscope measured the stall in the engine's process. `file`: the stall
-    is the time from the end of the recording until its last file was complete."""
+    is the time from the end of the recording until the last file was complete."""
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):

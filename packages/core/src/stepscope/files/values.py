@@ -25,7 +25,7 @@ def attr_value(value: object) -> AttrValue:
     """Return `value` as a JSON scalar. A numpy or torch scalar becomes a number, any other object becomes
     text of at most MAX_TEXT characters.
 
-    If `__str__` or `__float__` of the object raises, the text is the name of its type.
+    If `__str__` or `__float__` of the object raises, the text is the name of the object's type.
     """
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # by the line above
