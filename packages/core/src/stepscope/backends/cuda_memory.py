@@ -111,6 +111,11 @@ def _highest(trace: Sequence[Mapping[str, Any]], end: int, changes: Mapping[str,
     """Return the highest number of bytes in a history, and when it was first reached.
 
     Before the first event, the number of bytes is `end` minus all changes.
+
+    Args:
+        end: Number of bytes after the last event.
+        changes: {action of an event: 1 if it adds the event's bytes, -1 if it subtracts them}. Other events
+            change nothing.
     """
     now = end - sum(changes.get(event["action"], 0) * event["size"] for event in trace)
     peak = _Peak(now, 0)

@@ -4,7 +4,7 @@
 window begins with `nsys start` and ends with `nsys stop` of that session. The report is complete once
 `nsys stop` has exited. The report contains all processes of the session, also the children of this process.
 
-The session of a program under `nsys profile --capture-range=...` waits for its range. `prepare` ends this
+The session of a program under `nsys profile --capture-range=...` waits for that range. `prepare` ends this
 wait with `nsys stop`; windows then work as above. Tested with nsys 2022.4 and 2023.4 on a CPU.
 """
 

@@ -85,7 +85,7 @@ DEFAULT_ROLES: Mapping[str, RoleConfig] = {
 
 
 class Settings(TypedDict, total=False):
-    """Types that each setting accepts. `ProfileConfig` converts each value to the type of its own field."""
+    """Types that each setting accepts. `ProfileConfig` converts the value to the type of the field."""
 
     save_path: str | os.PathLike[str]
     steps: StepSpec | Iterable[StepSpec]
@@ -112,8 +112,8 @@ class Settings(TypedDict, total=False):
 class ProfileConfig(Section, frozen=True, kw_only=True):
     """Configuration of a run. Its fields are checked on construction; a wrong value raises `ConfigError`.
 
-    The constructor reads no file and no environment variables. `configure` reads both, and merges, lowest
-    precedence first: the defaults, the file, `STEPSCOPE_*` variables and the arguments. A `ProfileConfig`
+    The constructor reads no file and no environment variables. `configure` reads both: the file overrides
+    the defaults, `STEPSCOPE_*` variables override the file, and arguments override all. A `ProfileConfig`
     that is passed to `configure` is used unchanged.
     """
 
@@ -173,7 +173,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         defaults.
 
         Raises:
-            ConfigError: names the dotted field, its value, what is allowed and the fix.
+            ConfigError: a field is unknown or wrong. The error states the dotted name, the value, what
+                is allowed and the fix.
         """
         return build(cls, data, "")
 
@@ -245,8 +246,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         return False
 
     def role(self, name: str) -> tuple[str, RoleConfig] | None:
-        """Return the first pattern of `roles` that matches `name` (case matters) and its settings; None if no
-        pattern matches.
+        """Return (pattern, settings) of the first pattern in `roles` that matches `name`; None if there is
+        none. Case matters.
         """
         return next(((at, role) for at, role in self.roles.items() if fnmatchcase(name, at)), None)
 

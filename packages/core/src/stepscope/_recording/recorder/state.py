@@ -106,6 +106,9 @@ def state_of(
 
     Args:
         open_spans: The open spans of all logs.
+        step: Number of the running step, or None.
+        step_age_ns: Time since the step began, or None.
+        workers: {`ProcessInfo.key`: name} of the workers whose flight recorder is on.
         sampler: The sampler of this process' counters, or None.
     """
     began, callbacks = time.monotonic(), _callbacks()

@@ -115,6 +115,7 @@ class Steps:
         A step is not slow if an earlier long step of its kind took as long.
 
         Args:
+            factor: `recorder.slow_factor` of the configuration.
             stages_of: Computes the stages of a step. Called only if the step took much longer than
                 short earlier steps.
 
@@ -336,7 +337,7 @@ def end(began: Began, *, step: int, save_path: str, role: str) -> None:
 
 
 def captured(session: Session) -> None:
-    """Record the end of a captured step. If each rank opens its own captures, only rank 0 keeps uncaptured
+    """Record the end of a captured step. If each rank opens its own captures, only rank 0 writes uncaptured
     steps.
     """
     process, save_path = session.process, session.config.save_path

@@ -385,7 +385,7 @@ class StepWriter:
 
     def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
         """Return the manifest item for the spans of a step. All spans that began after `since_ns` were
-        copied.
+        copied, or none for the reason `lost`.
         """
         if lost is not None:
             return Expectation(name="spans", kind="spans", state="failed", reason=lost)

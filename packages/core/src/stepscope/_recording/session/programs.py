@@ -133,6 +133,7 @@ class ClosedCapture(Protocol):
         """Wait until other processes have written their files, and fetch the files of the workers in `apart`.
 
         Args:
+            left_s: Returns the remaining time in s. The wait ends when it is 0.
             pause: Called between two checks.
             drain: True to make the workers write deferred files now.
         """

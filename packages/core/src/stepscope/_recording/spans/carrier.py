@@ -1,5 +1,5 @@
-"""Carriers: the place of the running code among spans, which is sent to another process or thread and
-attached there.
+"""Carriers. A carrier is the place of the running code among spans. It is sent to another process or thread,
+and attached there.
 
 Threads of `loop.run_in_executor` inherit the place without a carrier (`keep_places`).
 """

@@ -146,7 +146,9 @@ def _looks_at_caller(path: list[FunctionType], at: int) -> bool:
 
 
 def _read(fn: FunctionType, below: FunctionType, levels: int) -> Iterator[FunctionType]:
-    """Yield `fn` and the functions of its closure and module that it calls, except `below`."""
+    """Yield `fn`, and the functions of its module that it calls or has in its closure, `levels` deep. Leave
+    out `below`.
+    """
     yield fn
     if levels == 0:
         return

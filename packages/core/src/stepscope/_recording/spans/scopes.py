@@ -2,8 +2,8 @@
 
 A ContextVar has the innermost scope. Other values are inherited along `parent` and resolved when a span is
 written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the
-context. A plain `threading.Thread` starts with an empty context (before Python 3.14): pass it a `carrier()`
-and `attach` it there.
+context. A plain `threading.Thread` starts with an empty context, except in free-threaded Python: pass it a
+`carrier()`, and `attach` the carrier there.
 
 A scope can be entered once, as in OpenTelemetry. Leaving it sets the ContextVar to its parent. The token of
 `ContextVar.set` is not used for that, because each open scope would then have one more object for the garbage
@@ -120,8 +120,8 @@ class Scope:
         return self
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave this scope and the scopes within it. If another task or thread is in this scope, only record
-        its end.
+        """Leave this scope and the scopes within it. If the running task or thread is not in this scope, only
+        record the end of the span.
         """
         scope = innermost = _current()
         while scope is not None and scope is not self:
@@ -140,7 +140,7 @@ class Scope:
         """Record the end of a span. Do nothing for other scopes."""
 
     def _ended_elsewhere(self, error: BaseException | None) -> None:
-        """Record the end of a span without leaving scopes, because another task or thread is in them."""
+        """Record the end of a span, and leave no scope."""
 
     def set(self, **attrs: AttrValue) -> None:
         """Add attributes to the span. Do nothing if neither a capture nor the flight recorder records."""

@@ -199,8 +199,8 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         return self.caller is not NOWHERE
 
     def _is_of_this_task(self) -> bool:
-        """Return whether the running task has entered this span, and not another task whose context was
-        copied.
+        """Return whether the running task has entered this span. Otherwise the task has a copy of the
+        context of the task that entered the span.
         """
         here = _current()
         try:

@@ -337,7 +337,7 @@ def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
 
 
 class _Signature(NamedTuple):
-    """A signature as pieces of source code. Each parameter is followed by a comma."""
+    """A signature as pieces of source code. `args` ends with a comma if it is not empty, to form a tuple."""
 
     params: str
     """Declared parameters, for example `a, /, b, *c, d, **e`."""
