@@ -43,7 +43,7 @@ _COLLECTIVES = re.compile(
 ranks."""
 _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
-"""Files of HTTP clients. In the role `rollout`, a frame in such a file is a call of an engine."""
+"""Files of HTTP clients. In the role `rollout`, a frame in such a file means a call to an engine."""
 Wait: TypeAlias = Literal["ray", "process", "thread", "task"]
 """Target of a wait: Ray, a process that the waiting process started, or another of its threads or tasks."""
 _WAITS: dict[Wait, tuple[str, ...]] = {
@@ -419,7 +419,7 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True):
 
 Job: TypeAlias = tuple[str, str, "int | None", str]
 """A job of torch.distributed: the run, role and replica of its processes, and the process that started them.
-The last part is empty if no two processes of the role have the same rank."""
+The last element is empty if no two processes of the same run, role and replica have the same rank."""
 _Group: TypeAlias = tuple[Job, str, tuple[int, ...]]
 """A process group: the job of its processes, its name, and its ranks."""
 
@@ -427,7 +427,7 @@ _Group: TypeAlias = tuple[Job, str, tuple[int, ...]]
 class Entered:
     """The collectives that the ranks of each job have entered, by torch's own counts.
 
-    Several jobs of a run may have groups of the same name. If two processes have the same rank of a group,
+    Several jobs of a run may have groups of the same name. If two processes have the same rank in a group,
     the group is ignored.
     """
 

@@ -326,8 +326,8 @@ def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFi
 
 
 def _closed(part: ProcessPart, whole: Set[str]) -> ProcessPart:
-    """Return the part of the manifest without items that wait for the closing of the capture: the span file
-    shows that the capture was closed.
+    """Return a part of the manifest in which no item waits for the closing of the capture any more. The span
+    file shows that the capture was closed.
 
     A full disk may have prevented the last update of the part.
 

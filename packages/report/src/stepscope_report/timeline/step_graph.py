@@ -432,9 +432,9 @@ class _Builder:
     def _meetings(self) -> Iterator[tuple[int, ...]]:
         """Yield the calls that end together in all processes that run their stage, and begin apart.
 
-        Such calls end in a collective. Recorded collectives are identified by group and number. Other calls
-        count only if they have no calls below them and if all calls of their stage end together. Requests of
-        a rollout do not count, because aborted requests end together. Calls without an end do not count.
+        Such calls end in a collective, and have no calls below them. Recorded collectives are identified by
+        group and number. Other calls count only if all calls of their stage have an end and end together.
+        Requests of a rollout do not count, because aborted requests end together.
         """
         calls: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         collectives: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)

@@ -47,7 +47,9 @@ class TraceFile(NamedTuple):
         return self.name.split("/")[1] if self.sidecar is None else self.sidecar.artifact.role
 
     def whose(self, fields: TraceFields) -> ProcessInfo:
-        """Return the process that wrote the trace, by the sidecar or else the trace. Unknown pids are 0."""
+        """Return the process that wrote the trace, as the sidecar names it, or else the trace. Unknown pids
+        are 0.
+        """
         distributed = fields.distributed
         if self.sidecar is None:
             rank, world_size = (
@@ -140,12 +142,14 @@ def _size(path: Path) -> int | None:
 
 
 def _name(path: Path, layout: StepLayout) -> str:
-    """Return the name relative to the step's folder. Bytes that are not UTF-8 are replaced, for JSON."""
+    """Return the path as text, relative to the step's folder. Bytes that are not UTF-8 are replaced, for
+    JSON.
+    """
     return os.fsencode(path.relative_to(layout.root).as_posix()).decode(errors="replace")
 
 
 def trace_bytes(layout: StepLayout) -> int:
-    """Return the bytes of traces that a merge will read."""
+    """Return the number of bytes of the traces that a merge will read."""
     files = find_traces(layout, None)
     return sum(trace.path.stat().st_size for trace in files.traces)
 

@@ -155,8 +155,8 @@ _Thread: TypeAlias = tuple[int, int]
 
 
 def end_issued(spans: Sequence[Span], processes: Sequence[Process]) -> None:
-    """Set ends, parents and roles of collectives without an end, in place, if other ranks waited for the
-    rank that began last. Otherwise such collectives keep zero length.
+    """Set, in place, ends, parents and roles of collectives without an end if other ranks waited for the rank
+    that began last. Other such collectives keep zero length.
     """
     calls: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for at, span in enumerate(spans):

@@ -185,7 +185,7 @@ def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Tra
 
 
 def _full(worked: Sequence[_Pair], size: int) -> list[_Pair]:
-    """Return the stretches in which `size` tools ran."""
+    """Return the stretches of time in which `size` tools ran."""
     stretches: list[_Pair] = []
     running, since = 0, 0
     for time, change in _changes(worked):

@@ -17,9 +17,10 @@ If no model fits, or the tokens explain the durations badly, there is no predict
 
 The interval holds 95 % of the ratios, by Student's t of their logarithms over a few rounds. Each round draws
 trajectories with replacement, fits the curve to them, and replays them without and with the changes. To
-include the residual of the fit, a round draws the work of each generation at random between these two kinds
-of work. For numbers of requests that were not measured, a round draws the curve at random between the lower
-and the upper bound. The misfit of the unchanged replay is added to both ends of the interval.
+include the residual of the fit, a round draws the work of each generation at random between its recorded
+tokens and the tokens by its duration. For numbers of requests that were not measured, a round draws the curve
+at random between the lower and the upper bound. The misfit of the unchanged replay is added to both ends of
+the interval.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _FACTS = {
     "output_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
 }
-"""Names in OpenTelemetry of attributes that `record_request` sets."""
+"""OpenTelemetry's names for the attributes that `record_request` sets."""
 _TOKENS = ("prompt_tokens", "output_tokens")
 
 

@@ -47,15 +47,15 @@ from stepscope_report.timeline.rows import Row
 
 _SECONDS = 16
 """Largest number of needles for the times of a batch: one for each second, or for each ten, hundred or
-thousand."""
+thousand seconds."""
 _FAR_S = 86_400
 _PIDS = 4
 """Largest number of additional pids of a file that are searched for in every batch. If a file has more, only
 the pids of the latest learned batch are searched for."""
 _NEEDLES = 32
 _EARLY = 1 << 15
-"""Number of bytes at the beginning of a file that are learned from first: most files begin with similar
-events."""
+"""Number of bytes at the beginning of a file from which the changes are learned first: most files begin with
+similar events."""
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
 _EXACT_US = 1 << 53
@@ -120,8 +120,8 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Template:
-    """The fast way of a merge, for one file. A batch that the fast way does not fit has only two effects:
-    its threads may get tracks, and an unaligned row may get its shift.
+    """The fast way of a merge, for one file. If the fast way does not fit a batch, the attempt has only two
+    effects: the batch's threads may get tracks, and an unaligned row may get its shift.
     """
 
     def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut, lines: Lines) -> None:
@@ -139,8 +139,8 @@ class Template:
         self._plan: _Plan | None = None
 
     def rewritten(self, array: bytes) -> tuple[bytes | memoryview, int] | None:
-        """Return the events of the array, without its brackets, and their number, or None if the fast way
-        does not fit.
+        """Return the rewritten events of the array, without brackets, and their number, or None if the fast
+        way does not fit.
 
         Raises:
             DecodeError: The array is no JSON.

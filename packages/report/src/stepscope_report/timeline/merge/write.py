@@ -1,4 +1,4 @@
-"""Writing of a merged timeline: the file, and the traces of each row into it."""
+"""Writing of a merged timeline: the file itself, and the traces of each row."""
 
 from __future__ import annotations
 

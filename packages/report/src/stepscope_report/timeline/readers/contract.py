@@ -31,8 +31,9 @@ from stepscope_report.timeline.model import FileProblem
 GROUP = "stepscope.readers"
 _METHODS = ("claims", "open")
 Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]
-"""Clock of a recording's times: unix ns of its host's wall clock; ns of CLOCK_MONOTONIC or
-CLOCK_MONOTONIC_RAW there, placed by the anchors in the file's sidecar; or ns since an unknown time."""
+"""Clock of a recording's times. `realtime`: unix ns of the host's wall clock. `monotonic`, `monotonic_raw`:
+ns of that clock of the host, placed by the anchors in the file's sidecar. `unknown`: ns since an unknown
+time."""
 
 
 def clock_of(times_ns: Iterable[int]) -> Clock:
@@ -282,7 +283,7 @@ def undeclared(track: Track) -> ValueError:
 
 @contextmanager
 def failure_noted(reader: Reader, notes: Notes) -> Iterator[None]:
-    """Record an exception that a reader raises in the block as a note, and end the block there."""
+    """Turn an exception of a reader into a note, and end the block there."""
     try:
         yield
     except RecordError as error:

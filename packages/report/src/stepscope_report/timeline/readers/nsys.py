@@ -258,9 +258,7 @@ class _Export:
         yield from ()
 
     def _link(self) -> Iterator[Event]:
-        """Store on disk the first device event that each call launched, because an arrow connects event and
-        call.
-        """
+        """Store on disk the first device event that each call launched, for an arrow to the event."""
         linked = [device.table for device in DEVICES if self._has(device.table, "correlationId")]
         if not linked or not self._has(RUNTIME, "correlationId", "globalTid"):
             return

@@ -25,7 +25,7 @@ MOST_SPANS = 200_000
 """Largest number of spans that are taken from one file."""
 _MOST_ATTRIBUTES = 64
 _OWN_SCOPE = "stepscope"
-"""Tracer name of `writers.otel`: spans that it sent to the same collector are already in the span files."""
+"""Tracer name of `writers.otel`. Spans with this name are left out, because the span files have them."""
 _TEXTS = frozenset(
     {
         "error.type",
