@@ -41,7 +41,7 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
     value: Any = None
     """The computed value; None if the section computes tables instead."""
     failed: str | None = None
-    """Reason why the section has no tables, or None if it did not fail."""
+    """Reason why the section has no tables, or None if the section did not fail."""
 
     def blocks(self) -> tuple[Block, ...]:
         """Return the section's tables, or a note that the section failed."""
@@ -69,7 +69,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     """The cause of a slow step, or None if no work that the step waited for took longer than similar work."""
     unexplained_ns: int | None = None
-    """Part of the step's excess over its neighbours that no stage explains, or None if it has no
+    """Part of the step's excess over its neighbours that no known cause explains, or None without
     neighbours."""
     advice: tuple[Advice, ...]
     """Advice: first alarms, then hints by possible saving, the largest first."""

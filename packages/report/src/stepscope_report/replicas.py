@@ -228,7 +228,7 @@ def mark_of(span: Span) -> Mark | None:
 
 
 def _announced(timeline: Timeline) -> Iterator[tuple[ReplicaKey, bool]]:
-    """Yield (key of the replica, True if it ran nothing) for each engine that the capture expected."""
+    """Yield (key of a replica, True if the replica ran nothing) for each engine that a capture expected."""
     for part in timeline.manifest.processes if timeline.manifest is not None else ():
         for item in part.expected:
             number = item.name.rpartition(" ")[2]

@@ -401,7 +401,7 @@ def _say_calls(breakdown: Breakdown) -> str:
 
 
 def say_left_out(breakdown: Breakdown) -> str:
-    """Return a sentence that names the processes that no line contains, up to `LISTED` of them."""
+    """Return a sentence that names the processes in `Breakdown.left_out`, up to `LISTED` of them."""
     names = breakdown.left_out
     more = "" if len(names) <= LISTED else f" and {len(names) - LISTED:,} more"
     return f"Not in here, because their clocks are unaligned: {', '.join(names[:LISTED])}{more}"

@@ -88,7 +88,7 @@ class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
     process: CauseProcess | None
     role: str | None
     stage: str | None
-    """The stage, or the name of a tool. None, as `role` is, if the cause is no stage."""
+    """The stage, or the name of a tool. `stage` and `role` are None if the cause is no stage."""
     trajectory: str | None
     turn: int | None
     sentence: str
@@ -107,7 +107,7 @@ class Explained(NamedTuple):
 
     suspects: Sequence[Suspect]
     unexplained_ns: int | None
-    """Part of `excess_ns` that no suspect explains. None, as `usual_ns` and `excess_ns` are, if there is no
+    """Part of `excess_ns` that no suspect explains. None, like `usual_ns` and `excess_ns`, if there is no
     step to compare with."""
     usual_ns: int | None
     excess_ns: int | None
@@ -747,9 +747,9 @@ def _suspects(sources: Sources) -> list[Suspect]:
 
 
 def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
-    """Yield a suspect for the rank that another rank waited for in collectives, as traces show. Nothing if
-    the awaited rank's process is in `known`, or if spans already show that others waited for this rank: the
-    spans then also show its work.
+    """Yield a suspect for the rank for which another rank waited in collectives, according to traces. Nothing
+    if the awaited rank's process is in `known`, or if spans already show that others waited for this rank:
+    the spans then also show its work.
     """
     if not sources.activities:
         return

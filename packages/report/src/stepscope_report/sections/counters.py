@@ -99,7 +99,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Rows by process, and within a process in the order of the first samples."""
     late_loops: Table[LateLoop] = Table()
     """Places that blocked an event loop for more than 100 ms at once, the longest first. A place is left out
-    if its call was the only one on its thread, because then no recorded call waited."""
+    if the blocking call was the only call on the thread, because then no recorded call waited."""
     busy_hosts: Table[BusyHost] = Table()
     """Hosts whose cores were all busy, by load, the highest first."""
     idle_devices: Table[IdleDevice]

@@ -43,7 +43,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     kind: PieceKind
     process: str
     role: str | None
-    """Role of the call. None, as `stage` is, if no call ran."""
+    """Role of the call. `role` and `stage` are None if no call ran."""
     stage: str | None
     trajectory: str | None = None
     turn: int | None = None

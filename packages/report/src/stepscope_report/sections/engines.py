@@ -98,8 +98,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     writing_ns: int | None
     """Time in which the engine's own profiler started or wrote. No field above contains this time."""
     idle_ns: int | None
-    """Part of `recorded_ns` that no field above contains. None if the replica ran nothing and it is unknown
-    whether it had requests."""
+    """Part of `recorded_ns` that no field above contains. None if the replica ran nothing but may have had
+    requests."""
     requests: int | None
     """Number of requests that ended."""
     prompt_tokens: int | None
@@ -623,9 +623,7 @@ def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Ht
 
 
 def _colour(phase: str, colours: Colours) -> str:
-    """Return the CSS class of the stage with that name, so that a stage has the same colour on the whole
-    page.
-    """
+    """Return the CSS class of the stage named `phase`: a stage has the same colour on the whole page."""
     stage = "rollout", phase
     return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
 

@@ -103,7 +103,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """One line for each remarkable fact that is no error, such as fewer iterations than requested."""
     uncalled: tuple[str, ...] = ()
-    """Functions that `instrument` replaced, and of which no process recorded a call."""
+    """Functions that `instrument` replaced, without a recorded call in any process."""
     opened_by: OpenedBy = "program"
     """`instrument` if an unedited program was instrumented, `program` if the program opens captures itself.
     Advice names only settings that the user of the program can change."""
@@ -249,9 +249,7 @@ def _never_ended(timeline: Timeline) -> list[Span]:
 
 
 def _goes_on(timeline: Timeline, span: Span) -> bool:
-    """Return True if a span has no end because it is work for a later step and its process closed its
-    capture.
-    """
+    """Return True if a span has no end because its process closed the capture amid work for a later step."""
     closed = timeline.processes[span.process].closed_ns is not None
     return closed and span.end_ns is None and timeline.leaves(span)
 

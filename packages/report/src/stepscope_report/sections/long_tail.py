@@ -154,7 +154,7 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
 
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """Number of trajectories that ended and that this step consumes."""
+    """Number of ended trajectories that this step consumes."""
     open: int
     """Number of trajectories of this step without a recorded end."""
     of_other_steps: int
@@ -307,7 +307,7 @@ def _stalled_ns(
 
 
 def _slowed(timeline: Timeline, members: Mapping[str, list[int]]) -> dict[str, tuple[str, ...]]:
-    """Return {trajectory: names of the processes that served it and were slowed by a profiler}.
+    """Return {trajectory: names of the processes that served the trajectory and were slowed by a profiler}.
 
     A process counts only if other processes of its role served trajectories without a profiler.
     """

@@ -36,7 +36,7 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
     forward_ns: int | None = None
     """Time on the CPU in ranges named after the forward pass. None if the trace has none."""
     backward_ns: int | None = None
-    """Time on the CPU in the backward pass. None if the trace does not show it."""
+    """Time on the CPU in the backward pass. None if the trace does not show the pass."""
     optimizer_ns: int
     doubted: bool = False
     """True if a trace of the process is in doubt, so that the times of its device may be wrong."""
@@ -105,7 +105,7 @@ def _median(rows: Sequence[ProfilerStepRow], of: Callable[[ProfilerStepRow], int
 
 
 def _because(row: ProfilerStepRow) -> str:
-    """Return as text the largest causes of gaps, as many as explain half of the gaps' time. Empty without
+    """Return the largest causes of gaps as text: as many as explain half of the gaps' time. Empty without
     gaps.
     """
     total, known, named = sum(row.gaps.values()), 0, []

@@ -284,7 +284,7 @@ def _calls(stages: Sequence[Stage]) -> TextTable:
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
-    """Return {role: its stages that ran in several processes}, without roles that have no such stage."""
+    """Return {role: its stages that ran in several processes}, for roles that have such stages."""
     return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
 
 
@@ -332,8 +332,8 @@ def _summed(stage: Stage) -> tuple[str, ...]:
 
 
 def slowest(stage: Stage) -> str:
-    """Return the name of the process with the most work, with a `*` if a profiler recorded it. Empty for a
-    single process.
+    """Return the name of the process with the most work, with a `*` if a profiler recorded that process.
+    Empty for a single process.
     """
     profiled = any(share.profiled for share in stage.processes if share.process == stage.slowest)
     return starred(stage.slowest or "", profiled)

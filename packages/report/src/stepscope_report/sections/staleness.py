@@ -42,8 +42,8 @@ class StaleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None
     """Number of the consuming step minus `begun_step`. None if unknown."""
     versions: int | None
-    """Version of the weights that are trained with the trajectory, minus its lowest version. None if
-    unknown."""
+    """Version of the weights that are trained with the trajectory, minus the trajectory's lowest version.
+    None if unknown."""
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +75,8 @@ class _Consumed:
 
 
 def step_staleness(timeline: Timeline) -> Staleness | None:
-    """Return the staleness of the step. None, as in synchronous RL, if the step recorded no `consume`, and no
-    trajectory is known to be stale or written by several versions.
+    """Return the staleness of the step. None if the step recorded no `consume` and no trajectory is known to
+    be stale or written by several versions, as in synchronous RL.
     """
     consumed = _consumed(timeline)
     trainer = _trainer_version(timeline)
