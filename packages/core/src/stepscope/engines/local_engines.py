@@ -125,8 +125,8 @@ def seated() -> tuple[EngineProfiler, ...]:
 
 
 def tell(join: Join) -> None:
-    """Call `join` with the profiler of each engine that is being recorded, and with the profiler of each
-    engine whose recording begins later. A second call of this function replaces the first `join`.
+    """Call `join` with the profiler of each engine that is being recorded now, or whose recording begins
+    later. A second call of this function replaces the first `join`.
 
     `join` may be called twice with an engine whose recording begins during this call.
     """

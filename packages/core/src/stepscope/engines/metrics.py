@@ -23,8 +23,8 @@ RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
 UNFINISHED = counters.UNFINISHED_REQUESTS
-"""Name of the counter of requests that the engine's front end has not answered, including requests that have
-not reached the scheduler yet."""
+"""Name of the counter of requests that the engine's front end has not answered. Requests on their way to the
+scheduler count too."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"

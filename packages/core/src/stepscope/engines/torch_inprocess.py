@@ -248,8 +248,8 @@ _current: Recording | None = None
 def iteration() -> None:
     """Count one engine iteration (forward pass) of this process. Costs 0.1 us while nothing is recorded.
 
-    Call this function after each forward pass of a decode loop that does not call one `torch.nn.Module` per
-    pass, if the loop cannot call `TorchRolloutProfiler.iteration` because `RayRollout` made the profiler.
+    A decode loop that does not call one `torch.nn.Module` per pass calls this function after each forward
+    pass. It may call `TorchRolloutProfiler.iteration` instead, unless `RayRollout` made the profiler.
     """
     recording = _current
     if recording is not None:

@@ -66,7 +66,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[Number]
     """Number of requests that the pass served. Each has a row in `served`, in the order of the passes."""
     running: list[Number]
-    """Number of requests that were running in the engine, also requests that this pass did not serve."""
+    """Number of requests that were running in the engine, including requests that this pass did not serve."""
     waiting: list[Number]
     """Number of requests in the engine's queue."""
     kv_use: list[float | None]

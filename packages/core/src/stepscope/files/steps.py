@@ -47,8 +47,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     made_ns: Int
     steps: tuple[OrderedStep, ...]
     offsets_ns: dict[str, Int] = {}
-    """{`ProcessInfo.key`: ns by which its wall clock is ahead of the clock of the process that made the
-    order}."""
+    """{`ProcessInfo.key` of a process: ns by which its wall clock is ahead of the clock of the process that
+    made the order}."""
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

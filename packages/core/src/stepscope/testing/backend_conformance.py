@@ -7,8 +7,8 @@
         def stages_in(self, path):
             return set(re.findall(r"actor\\.(\\w+)", path.read_text()))
 
-Override the methods under "Optional controls" if the profiler allows it. A test that needs a control which is
-not overridden is skipped, and its message names the control. A faulty backend may crash the test process.
+Override the methods under "Optional controls" if the profiler allows it. A test is skipped if it needs a
+control that is not overridden; the message names the control. A faulty backend may crash the test process.
 """
 
 from __future__ import annotations

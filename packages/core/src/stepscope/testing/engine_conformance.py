@@ -11,8 +11,8 @@
         async def work(self, profiler, iterations):
             await profiler.engine.generate(iterations)
 
-Override the methods under "Optional controls" if the engine allows it, if need be with a fake that fails on
-demand. A test that needs a control which is not overridden is skipped, and its message names the control.
+Override the methods under "Optional controls" if the engine allows it, or use a fake engine that fails on
+demand. A test is skipped if it needs a control that is not overridden; the message names the control.
 
 This file has more than 400 lines, because people read and copy the suite as a whole.
 """

@@ -75,8 +75,8 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """True if the owner called `prepare` before the capture, so that the capture did not pay the one-off cost
     of opening."""
     writers: tuple[tuple[str, int], ...] = ()
-    """(replica, ns) for each replica whose own profiler started or wrote while the capture opened or closed,
-    with the time that this took. The slowest first."""
+    """(replica, ns) for each replica whose own profiler started or wrote its file while the capture was
+    opened or closed. `ns` is the time that this took. The slowest first."""
     met: frozenset[str] = frozenset()
     """Names of the processes that answered the owner, and are therefore among the capture's workers."""
 
@@ -132,9 +132,7 @@ def _recorded_processes(timeline: Timeline, activities: Sequence[TraceActivity])
 
 
 def _recorded_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
-    """Yield the replicas that their engines recorded, and recorded processes of engines that have
-    no spans.
-    """
+    """Yield the replicas that their engines recorded, and the recorded processes of engines without spans."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     names = [
         item.name for part in parts for item in part.expected if item.kind == "engine" and item.artifacts
