@@ -50,7 +50,7 @@ class Digest(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
 
     format: int = FORMAT
     made_by: tuple[str, ...]
-    """Versions of the packages whose code decides which content is read."""
+    """Result of `_versions`, on which the content depends."""
     files: tuple[str, ...]
     """Paths of the files, relative to the step's folder."""
     stamps: Stamps
@@ -65,7 +65,7 @@ class Digests:
         self._ours = _is_ours(layout.root)
 
     def kept(self, paths: Sequence[Path], kind: type[_T], of: str = "") -> _T | None:
-        """Return the kept content of these files, or None if there is none or the files have changed.
+        """Return the kept content of these files, or None if they have no valid digest.
 
         Args:
             kind: Type of the content.
@@ -132,7 +132,7 @@ def unpacked(data: bytes) -> bytes:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Return the packages that read traces and recordings, with their versions."""
+    """Return the versions of packages that read traces, and the user's patterns of collectives."""
     points = sorted((*entry_points(group=GROUP), *entry_points(group=READERS)), key=lambda point: point.name)
     names = dict.fromkeys(("stepscope", *(point.dist.name for point in points if point.dist is not None)))
     return (*(f"{name} {_version(name)}" for name in names), *filter(None, [named_collectives()]))

@@ -354,7 +354,7 @@ class GrowingTimeline:
         self._recorded = {attrs["request_id"] for attrs in attributes if "request_id" in attrs}
         """Ids of requests whose phases stepscope recorded."""
         self._alone = not (engines or self._recorded)
-        """True if no engine recorded the requests itself."""
+        """True if no engine recorded its requests."""
         self.processes = list(timeline.processes)
         self.spans = list(timeline.spans)
 

@@ -279,7 +279,7 @@ def _align_one(source: Source, reference: Reference) -> Aligned:
 
 
 def _lasted_ns(source: Source) -> int:
-    """Return the time from the opening to the closing, or to the latest record if it was not closed."""
+    """Return the time from a capture's opening to its closing, or to its latest record if it never closed."""
     latest_ns = None if source.file is None else source.file.latest_ns
     end_ns = latest_ns if source.closed is None else source.closed.mono_ns
     return 0 if end_ns is None else max(0, end_ns - source.opened.mono_ns)

@@ -20,7 +20,7 @@ from stepscope_report.timeline.model import ProcessClock
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
 """A wall clock was set if it departs from the monotonic clock by more than `_JUMP_PPM` and by more than
-`_JUMP_NS`: kernels adjust a clock's rate by at most 500 ppm."""
+`_JUMP_NS`: Linux adjusts a clock's rate by at most 500 ppm."""
 _MOST_SAMPLES = 8
 """Number of samples to use if a clock was set: half from the start and half from the end of the step. Each
 sample may be from before or after the jump."""
@@ -221,8 +221,8 @@ def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
 def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
     """Return how far apart, in ns, the wall clock and the monotonic clock may place one moment.
 
-    Kernels slew both clocks alike, so a difference is a jump of the wall clock at an unknown moment. The jump
-    affects traces, which use the wall clock, as well as spans, which use the monotonic clock.
+    Linux slews both clocks alike, so a difference is a jump of the wall clock at an unknown moment.
+    The jump affects traces, which use the wall clock, as well as spans, which use the monotonic clock.
     """
     if closed is None:
         return opened.uncertainty_ns

@@ -54,7 +54,7 @@ from stepscope_report.timeline.sources import Source
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
 """{index of a source: its collectives by kind}."""
 _MOST_DRIFT_PPM = 500
-"""Largest drift at which collectives are matched. No operating system slews a clock faster."""
+"""Largest drift at which collectives are matched. Linux slews no clock faster."""
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions by which the windows of two ranks may differ although they contain equally many collectives."""
 Pairs = Mapping[int, tuple[Times, Times]]

@@ -66,7 +66,7 @@ class _Run:
 
     def room(self, start: float, end: float) -> float:
         """Return the first start or end in this run after `start`. A slice that begins at `start` and ends
-        before this time crosses no slice of the run. Return -infinity if the given slice crosses a slice.
+        before this time crosses no slice of the run. Return -infinity if the slice until `end` crosses one.
         """
         starts, ends, outer = self.starts, self.ends, self._outer
         size = len(starts)

@@ -175,8 +175,8 @@ class Tracks:
         self._rows: dict[int, _RowTracks] = defaultdict(_RowTracks)
         """{pid: its tracks}."""
         self._count = Counter[tuple[int, bool]]()
-        """Number of tracks of each row; further lines count apart. Numbers count within a row, so that no row
-        changes the numbers of another, and no thread's number depends on the lines of earlier threads."""
+        """{(pid of a row, True for further lines): its tracks}. Each row has its own count, so that no
+        row changes the tids of another. Further lines have one, too, and thus change no thread's tid."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of everything that has a track."""
         self._names: dict[tuple[int, str, str], str] = {}
