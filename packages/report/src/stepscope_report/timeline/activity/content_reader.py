@@ -348,7 +348,7 @@ class Reading:
         """Times in us of the file's first events, which show the file's clock."""
         self._cut_off: tuple[bytes, bytes] | None = None
         """(first digits of absolute times in the file, their replacement), to read and compare times exactly.
-        None until a time of 16 digits was read."""
+        None until a time of 16 digits, or another time, was read."""
         self.since_ns = 0
         """Unix time in ns that was subtracted from all times."""
         self._near = near or _ALL
@@ -415,9 +415,11 @@ class Reading:
 
     def _shortened(self, text: bytes) -> bytes:
         """Return the text with `since_ns` subtracted from its times, if the first time counts from 1970."""
-        if self._cut_off is None and (first := _ABSOLUTE.search(text)) is not None:
-            self._cut_off = b"", b""
-            if int(first[3]) in _NEAR_ZERO:
+        if self._cut_off is None:
+            first = _ABSOLUTE.search(text)
+            if first is not None or self.times:  # a whole file is not searched, which takes a tenth longer
+                self._cut_off = b"", b""
+            if first is not None and int(first[3]) in _NEAR_ZERO:
                 self._cut_off = first[1] + first[2], first[1]
                 self.since_ns = (999 + int(first[2])) * 10**15
         return text.replace(*self._cut_off) if self.since_ns and self._cut_off else text
