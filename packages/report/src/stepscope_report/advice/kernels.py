@@ -145,8 +145,8 @@ def is_single(kernel: str) -> bool:
 
 
 def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
-    """Advise if matrix products in single precision took a fifth of a process' computation, and half of their
-    duration is at least 1 % of the process' time.
+    """Advise if matrix products in single precision took a fifth of a process' computation and 2 % of its
+    time.
     """
     single = [
         (activity.name, kernel)
