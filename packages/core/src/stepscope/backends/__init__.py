@@ -1,4 +1,4 @@
-"""Profilers that run in this process. Each implements `Backend` and is an entry point
+"""Profilers that run in this process. Each is a `Backend`, and is registered as an entry point of the group
 `stepscope.backends`.
 """
 

@@ -1,1 +1,1 @@
-"""A session: one captured step in one process, and the work once its files are written."""
+"""A session: one captured step in one process, and the work after its files are written."""

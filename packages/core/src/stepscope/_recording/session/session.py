@@ -363,7 +363,7 @@ class Session:
             self.manifest_part.write()
 
     def end(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """End the recording, if possible on the recorded thread. Idempotent."""
+        """End the recording. Call this on the recorded thread if possible. Idempotent."""
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
         if self._hardware is None:  # on this thread, because each thread has its own current device

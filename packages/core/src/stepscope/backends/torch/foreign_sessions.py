@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.autograd.profiler import profile
 
 _sessions: WeakSet[profile] = WeakSet()
-"""Sessions that other code has prepared. One writer: the wrapper of `_prepare_trace`."""
+"""Sessions of other code. Writers: `watch`, and its wrapper of `_prepare_trace`."""
 _ours_on: int | None = None
 """Id of the thread that is preparing or starting a session of stepscope, or None. One writer: `ours`."""
 
@@ -95,7 +95,7 @@ def running(on_this_thread: bool) -> bool:
 
 
 def clear_flag() -> None:
-    """Clear torch's flag for a running session, which stays set if a start fails."""
+    """Clear torch's flag that a session is running. The flag stays set if a start fails."""
     from torch.autograd import profiler
 
     profiler._set_is_profiler_enabled(False)
