@@ -287,7 +287,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 Fate: TypeAlias = Literal["expected", "gone", "died"]
 """Fate of a rank that may lack a part, in ascending order of what is known. `expected`: it should write a
-part. `gone`: it has died, perhaps after the step. `died`: it died during the step."""
+part. `gone`: it has died, perhaps after the step. `died`: it died before the step ended."""
 FATES: tuple[Fate, ...] = ("expected", "gone", "died")
 
 

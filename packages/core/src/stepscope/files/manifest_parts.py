@@ -333,8 +333,8 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
 
 
 def _lost_peers(parts: Sequence[ProcessPart]) -> Iterator[Absent]:
-    """Yield the peers without a part, and the peers that died in the step and whose part shows neither a
-    close nor a death.
+    """Yield the peers without a part. Also yield peers that died before the step ended, if their part shows
+    neither a close nor a death.
     """
     left = {(part.process.role, part.process.rank) for part in parts}
     ended = (part for part in parts if part.closed or part.died)
