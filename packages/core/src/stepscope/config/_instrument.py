@@ -49,8 +49,8 @@ _EARLY = {
 }
 """{kind: the fields whose paths are read before the call, so that they cannot begin with the result}."""
 LAYERS = {"tool": "span", "weight_sync": "span"}
-"""{kind: kind whose entries would record the same span}. The check for two entries of one function treats
-both kinds as one."""
+"""{kind: other kind whose entries would record the same span}. The check for two entries of one function
+treats both kinds as one."""
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 """The folder of the presets, a YAML file each."""

@@ -130,7 +130,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     save_path: str = UnnamedPath("outputs/profile")
     """The run's folder. If no folder is set, captures go to the default, and the flight recorder writes
     nothing. `~` is expanded when the config is made. On Ray the path must be absolute. Elsewhere a relative
-    path starts at the working directory at the call of `configure`, or at the first capture."""
+    path is resolved from the working directory when `configure` is called, else at the first capture."""
     steps: tuple[StepRange, ...] = ()
     """Steps to capture; empty by default."""
     tool: str = "torch"

@@ -73,6 +73,7 @@ class _Watch:
         """
         Args:
             snapshot: Takes a snapshot, which is slow. Called only if the snapshot is written.
+            history: True if the snapshot has the allocator's history.
         """
         try:
             self._keep(shortage, snapshot, history)

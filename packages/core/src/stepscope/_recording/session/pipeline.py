@@ -125,8 +125,8 @@ def withdraw(session: Session, reason: str) -> None:
 
 
 def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Queue the work after a closed capture. The work begins once this process has written its files. Hooks
-    get `result`.
+    """Queue the work after a closed capture. The work begins once this process has written its files.
+    `on_capture` hooks get `result`.
     """
     if not (capture_hooks or _promised(session) or closed.apart):
         return

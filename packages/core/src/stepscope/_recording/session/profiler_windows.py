@@ -80,7 +80,11 @@ class Windows:
         self._lock = threading.RLock()
 
     def open(self, stage: str | None, role: str) -> bool:
-        """Start the backend for a window. Return False if it did not start; the manifest has the reason."""
+        """Start the backend for a window. Return False if it did not start; the manifest has the reason.
+
+        Args:
+            stage: The stage to record, or None to record the whole capture.
+        """
         return undisturbed(partial(self._open, stage, role))
 
     def _open(self, stage: str | None, role: str) -> bool:
