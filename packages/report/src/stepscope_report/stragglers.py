@@ -275,18 +275,22 @@ def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:
 def _skip(
     graph: StepGraph, ranks: Mapping[int, Mapping[int, int]], places: Mapping[int, Place]
 ) -> Skip | None:
+    every: dict[int, Counter[Place]] = {
+        number: Counter(places[calls[number]] for calls in ranks.values() if number in calls)
+        for number in sorted({number for calls in ranks.values() for number in calls})
+    }
     for process, own in ranks.items():
-        others = [calls for other, calls in ranks.items() if other != process]
-        expected = {
-            number: Counter(places[calls[number]] for calls in others if number in calls).most_common(1)[0][0]
-            for number in sorted({number for calls in others for number in calls})
+        rest = {
+            number: counts - Counter([places[own[number]]]) if number in own else counts
+            for number, counts in every.items()
         }
+        expected = {number: counts.most_common(1)[0][0] for number, counts in rest.items() if counts}
         first = next((n for n in sorted(own) if n in expected and places[own[n]] != expected[n]), None)
         if first is None or not _is_behind(
             [places[own[n]] for n in sorted(own) if n >= first], first, expected
         ):
             continue
-        met = tuple(calls[first] for calls in others if first in calls)
+        met = tuple(calls[first] for other, calls in ranks.items() if other != process and first in calls)
         waited_ns = graph.start_ns[own[first]] - middle(graph.start_ns[node] for node in met)
         if waited_ns > 0:
             return Skip(process, own[first], met, waited_ns)

@@ -286,14 +286,22 @@ class Replay:
         now = list(start)
         """The corresponding time in the replay."""
         begun, ended = list(start), list(end)
+        met = dict[int, int]()
+        """{the last call of a meeting: time in the replay at which all members have begun}."""
         ends = iter(self._ends)
         ending = next(ends, None)
         for starting in (*self._starts, None):
             while ending is not None and (starting is None or end[ending] <= start[starting]):
                 was_ns, becomes_ns = done[ending], now[ending]
                 if ending in meeting_of:
-                    was_ns = max(was_ns, start[last_of[ending]])
-                    becomes_ns = max(becomes_ns, *(begun[member] for member in meeting_of[ending]))
+                    last, members = last_of[ending], meeting_of[ending]
+                    was_ns = max(was_ns, start[last])
+                    met_ns = met.get(last)
+                    if met_ns is None:
+                        met_ns = max(begun[member] for member in members)
+                        if start[last] < end[ending]:  # so all members have begun
+                            met[last] = met_ns
+                    becomes_ns = max(becomes_ns, met_ns)
                 own_ns = end[ending] - was_ns
                 if shorter[ending]:
                     own_ns = int(own_ns * left)
