@@ -61,8 +61,8 @@ _ASK_S = 2.0
 _JUST_NS = 50_000_000
 """Longest time from a call by Python code until the call is noted in `collective_calls.seen`."""
 _BATCH = 500
-"""Number of spans that are encoded without a pause, in about 2 ms. After that, other threads get the GIL for
-the same time."""
+"""Number of spans that are encoded without a pause, in about 2 ms. The pause is as long, and lets other
+threads take the GIL."""
 
 
 class Window(NamedTuple):
@@ -421,8 +421,8 @@ def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Sp
 
 
 def _is_of_window(span: Span, window: Window) -> bool:
-    """Return whether a span that was running at the beginning of the window belongs to the window: the span
-    ended in the window, or belongs to a trajectory.
+    """Return whether a span that was running when the window began belongs to the window. This is so if the
+    span ended in the window or belongs to a trajectory.
     """
     ended = span.end_ns
     return (ended is not None and ended <= window.closed.mono_ns) or scopes.trajectory_at(span) is not None

@@ -282,7 +282,7 @@ class Attached(Place):
         return None if self._hangs_method() else self.context
 
     def _hangs_method(self) -> bool:
-        """Return whether the method's span is a child of the carrier's span, so that spans of this scope are
+        """Return whether the method's span is a child of the carrier's span. Spans of this scope are then
         children of the method's span.
         """
         method = self._method

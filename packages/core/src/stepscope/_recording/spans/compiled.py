@@ -21,7 +21,7 @@ from stepscope.errors import ours
 INLINED = "_torchdynamo_inline"
 """Attribute of a function. Its value is the function that torch.compile compiles instead.
 
-Do not use it for methods: torch up to 2.14 uses the closure and the defaults of the original method, and
+Do not set it on methods: torch up to 2.14 uses the closure and the defaults of the original method, and
 drops `self` at graph breaks."""
 _uncompiled: set[CodeType] = set()
 """Code objects that torch.compile does not compile. One writer: `uncompiled`."""

@@ -3,8 +3,9 @@ wrapper.
 
 A decorator may inspect the frame of its caller: verl's `auto_await` returns a coroutine if its caller is a
 coroutine, else the awaited result. The wrapper is placed below such a decorator, and a copy of the
-decorator's function calls the wrapper, so that the caller stays the same. The wrapper is also placed below
-plain functions above an `async def`, to measure the coroutine and not only the call that returns it.
+decorator's function calls the wrapper, so that the caller stays the same. If plain
+functions decorate an `async def`, the wrapper is placed below these functions too, to measure the coroutine
+and not only the call that returns it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def redirected(fn: FunctionType, old: FunctionType, new: FunctionType) -> bool:
     `fn`.
 
     The calling function is changed in place and not copied, because Ray has `fn` in the class and in a table
-    of methods, and pickles both by value. `old` would be pickled with the globals of its module, since its
-    name now refers to `new`.
+    of methods. Ray pickles both by value. It would pickle `old` with the globals of its module, because the
+    name of `old` now refers to `new`.
     """
     path = list(path_of(fn))
     if old not in path[1:]:

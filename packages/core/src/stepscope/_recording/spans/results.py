@@ -97,8 +97,8 @@ def unbegun(result: object, is_exclusive: bool, dropped: Callable[[], None]) -> 
 
 def follow(result: object, scope: Scope, is_exclusive: bool, ended: Ended | None = None) -> object:
     """If `result` is a coroutine or future that continues the work, make `scope` end with `result`. Return
-    the object that the user gets instead of `result`, or None if `scope` ends now: `result` is complete, or
-    is a coroutine that cannot be replaced.
+    the object that the user gets instead of `result`. Return None if `scope` ends now, because `result` is
+    complete or is a coroutine that cannot be replaced.
 
     Args:
         ended: Called within the scope with the final result of the coroutine or future. It must not raise.

@@ -298,7 +298,7 @@ def calling(fn: FunctionType, template: str, goes_on: str, always: bool, **names
     Args:
         template: The source, like `_CALL`. It may use `__fn`, `__is_off`, and each name of `names` with two
             underscores in front.
-        goes_on: A part of the source for plain functions only, which may return a coroutine.
+        goes_on: Source that is added for plain functions, because they may return a coroutine.
         always: True if the body runs without a capture too, and is skipped only in compiled code.
     """
     pieces = _ASYNC if inspect.iscoroutinefunction(fn) else {**_SYNC, "goes_on": goes_on}

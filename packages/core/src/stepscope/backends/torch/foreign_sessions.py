@@ -1,8 +1,8 @@
 """torch.profiler sessions of other code: of the user, an engine or a framework.
 
 torch does not report a session that is warming up (docs/torch-traps.md). So this module wraps the functions
-that open a session: `torch.autograd.profiler.profile._prepare_trace`, and the functions that enable
-`emit_nvtx`, `emit_itt` and `profiler_legacy`, which torch refuses during a session.
+that open a session (`torch.autograd.profiler.profile._prepare_trace`), and the functions that enable
+`emit_nvtx`, `emit_itt` and `profiler_legacy`. During a session, torch refuses to enable these three.
 """
 
 from __future__ import annotations

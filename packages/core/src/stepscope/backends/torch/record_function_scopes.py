@@ -87,7 +87,7 @@ def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -
             default, no call is recorded.
 
     Returns:
-        The wrapper, or `begin` itself if it is such a wrapper.
+        The wrapper, or `begin` itself if `begin` is already a wrapper.
     """
     from torch.autograd import _enable_record_function, profiler  # type: ignore[attr-defined]  # not typed
 
