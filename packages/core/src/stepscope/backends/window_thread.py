@@ -404,7 +404,7 @@ def title(recording: str, window: Window) -> str:
 def _dropped(window: ThreadWindow, backend: str) -> None:
     """End the window of a backend that was garbage-collected while recording.
 
-    The garbage collector calls this on any thread at any moment, so it must not wait.
+    The garbage collector calls this function on any thread at any moment, so the function must not wait.
     """
     window.thread.submit(window.end)
     warnings.warn(

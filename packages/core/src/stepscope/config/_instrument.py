@@ -289,8 +289,8 @@ def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:
 
 
 def _place(entry: InstrumentConfig) -> tuple[str | None, str | None, str]:
-    """Return (module, name, layer) of an entry. Two entries with the same place would record the same calls as
-    the same kind.
+    """Return (module, name, layer) of an entry. Two entries with the same place would record the same
+    calls as the same kind.
     """
     layer = "step" if entry.step is not None else LAYERS.get(entry.kind, entry.kind)
     return entry.module, entry.name, layer

@@ -350,7 +350,7 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     export: Literal["text", "db"] = "text"
     """Output of the analysis: `trace_view.json` and CSV tables (`text`), or one SQLite file (`db`)."""
     analysis: bool = False
-    """Analyse each recording after its window, in another process, which takes minutes of CPU. Without this,
+    """Analyse each recording after its window, in another process. This takes minutes of CPU. If false,
     `stepscope analyse` can analyse the recordings later."""
     markers: bool = True
     """Write an mstx range for every span. NPU data is then recorded even if `contents` lacks `npu`."""

@@ -151,7 +151,7 @@ def redact(hook: RedactHook) -> RedactHook:
 
 
 def registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
-    """Add `hook` to `hooks`, unless `hooks` has it already, and return it.
+    """Add `hook` to `hooks`, unless `hooks` has it already. Return `hook`.
 
     Args:
         name: Name of the public function, for errors.

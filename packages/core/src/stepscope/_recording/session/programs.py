@@ -53,8 +53,8 @@ class Command:
         self._lock = threading.RLock()  # reentrant, because a signal handler may call kill()
 
     def run(self) -> str | None:
-        """Run the command. Return None if it exited with 0, else the reason of the failure. The output is
-        appended to the log.
+        """Run the command. Return None if the command exited with 0, else the reason of the failure. Append
+        the output to the log.
         """
         with self._lock:
             if self._killed is not None:
@@ -133,7 +133,7 @@ class ClosedCapture(Protocol):
         """Wait until other processes have written their files, and fetch the files of the workers in `apart`.
 
         Args:
-            left_s: Returns the remaining time in s. The wait ends when it is 0.
+            left_s: Returns the remaining time in s. The wait ends when no time is left.
             pause: Called between two checks.
             drain: True to make the workers write deferred files now.
         """

@@ -181,7 +181,7 @@ def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs |
 
 
 def function(target: object) -> FunctionType:
-    """Return `target`, or raise `TypeError`, with the fix, if it is not a Python function."""
+    """Return `target`. Raise `TypeError` with the fix if `target` is not a Python function."""
     if not inspect.isfunction(target) or target.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
         raise TypeError(_refusal(target))
     return target

@@ -4,7 +4,7 @@ A span appends itself to its log when it opens; the recorded code does nothing e
 five times a second, and writes a `span` line for each span that has ended. A span that is still open gets an
 `open` line at the first check after it has run for a second, so that a hang is visible. A crash loses the
 spans that ended since the last check, and spans that opened in the last 1.2 seconds. After a burst of spans,
-it also loses the spans that wait for the next check (`FLUSH_NS`).
+a crash also loses the spans that wait for the next check (`FLUSH_NS`).
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class TorchBackend:
         """End the window. Return one artifact, or one for each cycle of a schedule.
 
         If the window belongs to the main thread, a call from another thread waits up to 1 s for the main
-        thread, which may be in C code. After 1 s `stop` returns an artifact whose `write` continues to wait, up to
-        `budget.export_seconds`.
+        thread, which may be in C code. After 1 s `stop` returns an artifact whose `write` continues to wait,
+        up to `budget.export_seconds`.
 
         Raises:
             BackendError: nothing was recorded. The message has the reason.

@@ -1,7 +1,7 @@
 """`record_function` scopes that are open when a torch.profiler session ends.
 
 torch would write the end of such a scope into freed memory (docs/torch-traps.md). So a scope that began in a
-session is ended before the session stops, also in its trace. The scope's own end then does nothing.
+session is ended before the session stops, in the session's trace too. The scope's own end then does nothing.
 
 Scopes of C++ (an operator, a backward pass) are not visible to Python, so they may be open while a session
 stops. For asynchronous gloo operations, `unrecorded` prevents such scopes.
@@ -79,8 +79,8 @@ def watch() -> None:
 def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -> Callable[P, T]:
     """Return a wrapper of `begin` whose operators are not recorded by any session.
 
-    `begin` begins an asynchronous gloo operation. Its scope would end when the program waits for the
-    operation or drops it, perhaps in a later session. Imports torch.
+    `begin` begins an asynchronous gloo operation. The scope of the operation would end when the program
+    waits for the operation or drops it, perhaps in a later session. Imports torch.
 
     Args:
         when: Called with the arguments of each call; returns True if the call must not be recorded. By

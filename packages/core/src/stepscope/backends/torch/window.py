@@ -389,8 +389,8 @@ def forget() -> TorchWindow | None:
 
 
 def _started(profile: Profile) -> bool:
-    """Return whether torch has enabled the profile. If the start fails after this point, the session must be
-    stopped.
+    """Return whether torch has enabled the profile. If so, the session must be stopped even if the start has
+    failed.
     """
     session = profile.profiler
     return session is not None and session.profiling_start_time_ns != 0
