@@ -2,8 +2,8 @@
 
 A ContextVar has the innermost scope. Other values are inherited along `parent` and resolved when a span is
 written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the
-context. A plain `threading.Thread` starts with an empty context, except in free-threaded Python: pass it a
-`carrier()`, and `attach` the carrier there.
+context. A plain `threading.Thread` starts with an empty context, except in free-threaded Python from
+3.14 on: pass it a `carrier()`, and `attach` the carrier there.
 
 A scope can be entered once, as in OpenTelemetry. Leaving it sets the ContextVar to its parent. The token of
 `ContextVar.set` is not used for that, because each open scope would then have one more object for the garbage
