@@ -129,8 +129,9 @@ class _Builder:
             kids.sort(key=lambda node: (self._end[node], node))
         meetings = list(self._meetings())
         last_of = {
-            node: max(members, key=lambda member: (self._start[member], member))
+            node: last
             for members in meetings
+            for last in [max(members, key=lambda member: (self._start[member], member))]
             for node in members
         }
         return StepGraph(
