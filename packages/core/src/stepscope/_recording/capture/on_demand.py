@@ -106,8 +106,9 @@ def request_capture(
     chosen = next(iter(checked.roles.values())).ranks
     now_ns = time.time_ns()
     layout = RunLayout(configure.current().save_path if save_path is None else save_path)
+    listening = read_listening(layout)
     if steps != "next" and last is None:
-        _check_not_begun(checked.steps, steps, layout)
+        _check_not_begun(checked.steps, steps, layout, listening)
     request = Request(
         id=os.urandom(4).hex(),
         steps="next" if steps == "next" else ",".join(str(steps_range) for steps_range in checked.steps),
@@ -119,7 +120,7 @@ def request_capture(
         created_ns=now_ns,
         expires_ns=now_ns + int(expires_s * 1e9),
         runs=_runs_that_listen(
-            layout, own=save_path is None, next_run=next_run, of_the_past=last is not None
+            layout, listening, own=save_path is None, next_run=next_run, of_the_past=last is not None
         ),
     )
     for name, text in (("steps", request.steps), ("roles", roles), ("tool", tool)):
@@ -129,15 +130,13 @@ def request_capture(
     return request.id
 
 
-def _check_not_begun(ranges: Sequence[StepRange], asked: str, layout: RunLayout) -> None:
+def _check_not_begun(
+    ranges: Sequence[StepRange], asked: str, layout: RunLayout, listening: Sequence[Listening]
+) -> None:
     """Raise ConfigError if every process that listens in the folder has begun or passed all these steps. A
     process that has begun no step yet can still capture any step.
     """
-    begun = {
-        (process.host, process.pid): process.step
-        for process in read_listening(layout)
-        if not has_ended(process)
-    }
+    begun = {(process.host, process.pid): process.step for process in listening if not has_ended(process)}
     if _listener is not None and listens_here(os.fspath(layout.root)):
         begun |= _listener.last_step()  # the file is written every few seconds only
     known = [step for step in begun.values() if step is not None]
@@ -147,7 +146,9 @@ def _check_not_begun(ranges: Sequence[StepRange], asked: str, layout: RunLayout)
     raise ConfigError("steps", asked, allowed, f"ask for `next`, or for step {min(known) + 1} or a later one")
 
 
-def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_past: bool) -> list[str] | None:
+def _runs_that_listen(
+    layout: RunLayout, known: Sequence[Listening], *, own: bool, next_run: bool, of_the_past: bool
+) -> list[str] | None:
     """Return the ids of the runs that listen in a folder, or None if the request is for any run.
 
     Args:
@@ -157,7 +158,6 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_pa
     Raises:
         CaptureError: no run listens, and the request is not for the next run.
     """
-    known = read_listening(layout)
     living = [process for process in known if not has_ended(process)]
     if living and all(process.run_id for process in living):
         return sorted({process.run_id for process in living} | ({identity.run_id()} if own else set()))
