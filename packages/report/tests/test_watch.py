@@ -160,3 +160,18 @@ def test_a_rank_that_answers_from_another_container_has_not_died(tmp_path: Path,
     ]
     dead = {} if answers else {other.process.key: "trainer 1"}
     assert dead_owners(RunLayout(tmp_path), states) == dead
+
+
+def test_a_rank_that_a_smaller_attempt_left_out_has_not_died_in_it(tmp_path: Path) -> None:
+    """The attempt before had a rank more, and ended a moment ago."""
+    first, other = (
+        Listening(
+            host=gethostname(), pid=pid, role="trainer", rank=rank, since_ns=rank, step=3, run_id="r",
+            world_size=2 if rank else 1,
+        )
+        for rank, pid in enumerate((os.getpid(), 1 << 30))
+    )  # fmt: skip
+    for one in (first, other):
+        write_listening(RunLayout(tmp_path), one)
+    state = ProcessState(process=first.process, run_id="r", at_ns=0, step=3, spans=(), threads=(), tasks=())
+    assert dead_owners(RunLayout(tmp_path), [state]) == {}

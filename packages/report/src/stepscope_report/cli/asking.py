@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.layout import RunLayout
-from stepscope.files.requests import has_died, has_ended, is_of_attempt, read_listening
+from stepscope.files.requests import Listening, has_died, has_ended, is_of_attempt, read_listening
 from stepscope.files.states import ProcessState
 from stepscope.files.steps import WHY, Order
 from stepscope.files.storage import read_records, write_atomic
@@ -120,9 +120,15 @@ def dead_owners(layout: RunLayout, states: Sequence[ProcessState]) -> dict[str, 
     known = [one for one in read_listening(layout) if one.run_id in runs]
     alive = [one for one in known if not has_ended(one)]
     last = {(one.run_id, one.role, one.rank): one for one in sorted(known, key=lambda one: one.since_ns)}
-    dead = [one for one in last.values() if has_died(one) and all(is_of_attempt(one, own) for own in alive)]
+    dead = [one for one in last.values() if has_died(one) and all(_is_beside(one, own) for own in alive)]
     names = {one.process.key: one.role if one.rank is None else f"{one.role} {one.rank}" for one in dead}
     return {key: name for key, name in names.items() if key not in answered}
+
+
+def _is_beside(one: Listening, own: Listening) -> bool:
+    """Return False if a process belongs to an earlier attempt than `own`, maybe with more or fewer ranks."""
+    is_of_job = one.role != own.role or one.world_size == own.world_size
+    return is_of_job and is_of_attempt(one, own)
 
 
 def _fate(pid: int) -> str | None:
