@@ -58,7 +58,7 @@ REPORT_ARROWS = {
     "timeline": {"accounting"},
     **{part: {"timeline", *TABLES} for part in TABLES},
     "writers": {"timeline", *TABLES},
-    "doctor": set[str](),
+    "doctor": {"formatting"},
     "demo": set[str](),
     "testing": {"timeline"},
     "cli": {"timeline", "writers", "doctor", "demo", *TABLES},
