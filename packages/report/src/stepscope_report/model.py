@@ -131,14 +131,14 @@ _ODD = re.compile(r"[^\w.-]+")
 
 
 def to_scalars(report: StepReport) -> dict[str, float]:
-    """Return seconds by name, as TensorBoard, Weights & Biases and MLflow take them.
+    """Return numbers by name, as TensorBoard, Weights & Biases and MLflow take them.
 
     `step/wall_seconds` is the step alone: the sum of `stage/<role>/<stage>_seconds` (each stage's share of
     the wall time), `step/profiler_seconds` (profilers inside the step) and `step/unaccounted_seconds`.
     `capture/opening_seconds` and `capture/closing_seconds` come before and after the step.
 
-    `idle/<role>_seconds` is the mean over the role's processes. `long_tail/held_seconds` and
-    `long_tail/rollout_seconds` exist if the step has trajectories. `uncaptured/p50_seconds` and
+    `idle/<role>_seconds` is the mean over the role's processes. `long_tail/rollout_seconds`
+    exists if a trajectory ended, and `long_tail/held_seconds` if two did. `uncaptured/p50_seconds` and
     `uncaptured/p90_seconds` describe the uncaptured steps near this step, if any are known.
     `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, if
     trajectories are stale.

@@ -4,10 +4,10 @@ Only the thread that started a torch.profiler session may stop it (docs/torch-tr
 belongs to a thread, and each operation on the window is a `Task` on that thread:
 
 * `MAIN`: a window that the main thread opens belongs to the main thread, as in ordinary use of
-  torch.profiler. Another thread (a watchdog) submits tasks through a pending call of the interpreter, which
-  runs on the main thread within about 5 ms. A task is delayed while the main thread is in C code or in a
-  backward pass.
-* `OWNER`: a daemon thread of stepscope, for windows that other threads open. Threads of pools and event loops
+  torch.profiler, unless it records all threads. Another thread (a watchdog) submits tasks through a pending
+  call of the interpreter, which runs on the main thread within about 5 ms. A task is delayed while the main
+  thread is in C code or in a backward pass.
+* `OWNER`: a daemon thread of stepscope, for all other windows. Threads of pools and event loops
   may end before the window does; this thread does not.
 """
 

@@ -24,7 +24,7 @@ from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
-"""Variables that stepscope sets for `finish.command`."""
+"""Variables that stepscope sets for `finish.command` alone."""
 RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name
     for name in ("COLLECTIVE_KERNELS", "CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")

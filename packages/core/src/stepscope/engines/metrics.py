@@ -71,8 +71,8 @@ class EngineMetrics:
         return [_Reader(self), *levels, *totals, _HitRate(self)]
 
     def refresh(self) -> None:
-        """Read the metrics again. If a thread reads them, return at once; `values` returns the new values
-        later.
+        """Read the metrics again. A server is asked by a thread: then this returns at once, and `values` has
+        the new metrics after the server's answer.
         """
         self._wanted.set()
         if not self._blocks and not self._is_fresh:

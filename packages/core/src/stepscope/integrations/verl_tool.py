@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 TOOL = "stepscope"
 """Name of the tool in verl's configuration."""
 _AS_TORCH = {"tool": "torch", "finish_hook_cmd": None}
-"""New values for each block of verl's configuration that names the tool. verl itself runs the finish
-command."""
+"""New values for each block of verl's configuration whose tool is `stepscope`. Without `finish_hook_cmd`,
+stepscope does not run the finish command, which verl runs itself."""
 _SPANS_ALONE: Mapping[str, object] = {"*": {"profiler": "off", "engine": {"profiler": "off"}}}
 
 Method = Callable[..., Any]

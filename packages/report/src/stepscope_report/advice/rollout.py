@@ -369,8 +369,8 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
 
 
 def _prefill_by_passes(evidence: Evidence) -> Advice | None:
-    """Advise if requests waited for their next token during a quarter of the time of a replica's passes,
-    because these passes only prefilled.
+    """Advise if a replica spent a quarter of the time of its passes, and 2 % of the step, in passes that only
+    prefilled while other requests waited for their next token.
     """
     worst = max(evidence.batches, key=lambda engine: engine.held_ns, default=None)
     if worst is None or worst.held_ns * 4 < worst.busy_ns:

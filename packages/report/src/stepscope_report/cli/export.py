@@ -169,7 +169,7 @@ def _columns(arrow: Any, schema: Any, rows: Rows, number: int) -> Any:
 
 
 def _value(value: Any, kind: Any) -> Any:
-    """Return a value of a row in the form of its column. A value without a single type becomes text."""
+    """Return a value of a row in the form of its column. In a column of text, other values become JSON."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, dict) and kind.num_fields:

@@ -109,7 +109,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Part of `prompt_tokens` that was found in the prefix cache."""
     output_tokens: int | None
     output_tokens_per_s: float | None
-    """`output_tokens` divided by the seconds in which the replica had requests."""
+    """`output_tokens` divided by the seconds in which the replica had requests. Without recorded requests,
+    divided by the seconds from its first pass to its last."""
     prefill_tokens: int | None
     """Tokens that were prefilled in the recorded passes."""
     preemptions: int | None

@@ -174,7 +174,7 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the start of the first trajectory to the end of the last. None if no trajectory ended."""
     holds: tuple[Hold, ...]
     """Time for which the other trajectories waited for the last 10, 5 and 1 %. Empty with fewer than two
-    trajectories. A percentage with as many trajectories as the percentage before is left out."""
+    trajectories. 5 % or 1 % is left out if it is as many trajectories as the next larger percentage."""
     bubble: Bubble | None
     """Idle replicas in the tail. None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]

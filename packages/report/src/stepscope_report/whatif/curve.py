@@ -143,7 +143,7 @@ _SETTLED = 1e-4
 _LEAST = 1e-6
 """Lowest rate as a share of the highest rate. It is above 0 so that each request ends."""
 _ENOUGH = 5
-"""Number of requests from which a replica gets a speed of its own."""
+"""Number of generations with known tokens from which a replica gets a speed of its own."""
 _ROUNDING = 1e-12
 """Lower bound of a generation's tokens, as a share of all tokens. Rounding of the running sums could
 otherwise make the tokens of a generation zero or negative."""

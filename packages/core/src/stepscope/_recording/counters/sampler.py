@@ -61,7 +61,7 @@ class Tick(NamedTuple):
     values: dict[int, float]
     """{index in `Sampler.series`: value}."""
     whole: bool = True
-    """False if the tick lacks counters that were sampled later."""
+    """False if the tick has only some of the counters, because the others were sampled at another time."""
 
 
 _at_ns = attrgetter("at_ns")

@@ -63,7 +63,7 @@ class Rewriter:
         self._metadata_before: dict[bytes, bytes | None] = {}
         """{metadata as read: metadata as written}."""
         self._repeating = False
-        """True if the last array had nothing but metadata and counters."""
+        """True if the last array that was decoded was long and had nothing but metadata and counters."""
         self.written = 0
         """Number of events written."""
         self.outside = 0
@@ -220,8 +220,8 @@ def _ends_apart(array: bytes) -> bool:
 
 
 def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:
-    """Return (first, end) of the list without the metadata and counters at its two ends, where Kineto writes
-    metadata.
+    """Return the range (start, stop) of `elements` between the metadata and counters at both ends of the
+    list. Kineto writes its metadata there.
     """
     first, last = 0, len(elements)
     while first < last and _is_apart(elements[first]):
