@@ -1,9 +1,13 @@
-"""Other captured steps of a run, read for the comparison with a step that took longer."""
+"""Comparison of a step with other steps of its run.
+
+`Neighbours` finds the captured steps near a step. `grown_stages` and `grown_at_the_top` find the stages that
+took longer than in those steps, and than in uncaptured steps.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -12,17 +16,20 @@ from stepscope.errors import RecordError
 from stepscope.files.counters import GC
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
-from stepscope.files.spans import SEQUENCE
-from stepscope.files.steps import alike
+from stepscope.files.spans import SEQUENCE, only_waits
+from stepscope.files.steps import alike, comparable
 from stepscope.files.storage import read_records
-from stepscope_report.accounting import Label
-from stepscope_report.formatting import middle
+from stepscope_report.accounting import Label, Pair, common_ns
+from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import held_ns, preempted_requests
 from stepscope_report.sections.counters import pieces_of
-from stepscope_report.spans import ToolNames, above, few_names, whole
-from stepscope_report.suspects import StepPath, step_path
+from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, above, few_names, is_tool, whole
+from stepscope_report.suspects import LEAST_OF_CALLS, NO_WORK, CauseKind, StepPath, Suspect, step_path
 from stepscope_report.timeline import Timeline, load_step
 
+MORE_TOKENS = 1.25
+"""Smallest ratio of the tokens of two steps, or of calls in two steps, at which the report names the tokens
+beside the longer time."""
 _BESIDE = 4
 """Number of the nearest captured steps whose length is compared."""
 _READ = 2
@@ -203,3 +210,203 @@ class Neighbours:
 def is_longer(ns: int, usual_ns: int) -> bool:
     """Return True if `ns` is at least a tenth longer than `usual_ns`."""
     return ns * 10 >= usual_ns * 11
+
+
+def grown_stages(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
+    """Yield a suspect for each stage with more time on the critical path than in the captured neighbouring
+    steps.
+    """
+    timeline, graph = path.graph.timeline, path.graph
+    own, names = near_step(path), ToolNames(timeline)
+    steps = numbers(step.step for step in near)
+    before = all(step.step < timeline.step for step in near)
+    beside = "in the steps before" if before else "in the steps near it"
+    for label, ns in own.path_ns.items():
+        usual_ns = middle(step.path_ns.get(label, 0) for step in near)
+        if (ns - usual_ns) * LEAST_OF_CALLS < timeline.window.wall_ns:
+            continue
+        nodes = [
+            node for node, span in enumerate(timeline.spans)
+            if span.dur_ns is not None and names.label_of(span) == label
+        ]  # fmt: skip
+        times = [step.call_ns[label] for step in near if label in step.call_ns]
+        longest = max(nodes, key=lambda node: timeline.spans[node].dur_ns or 0, default=None)
+        on_path = Counter[int]()
+        for piece in path.pieces:
+            span = graph.span_of(piece.node)
+            if span is not None and names.label_of(span) == label:
+                on_path[piece.node] += piece.wall_ns
+        node = max(on_path, key=lambda node: on_path[node]) if on_path else longest
+        if node is None:
+            continue
+        call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
+        if call.dur_ns is None:
+            longer = False
+        elif times and is_tool(*label):
+            longer = is_longer(call.dur_ns, usual_call_ns)
+        else:  # many calls, each a little longer, or more calls than usual
+            longer = (call.dur_ns - usual_call_ns) * 4 >= (ns - usual_ns) * 3
+        cut_off = any(  # the death of the process ended the call, so its real duration is unknown
+            names.label_of(span) == label
+            for span in timeline.spans
+            if span.end_ns is None and timeline.processes[span.process].closed_ns is None
+        )
+        tokens = _more_tokens(label, own, near)
+        places = [] if cut_off or tokens else _grown_ranks(timeline, label, own, near)
+        kind = _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {}))
+        if (
+            kind == "slow-stage"
+            and len(places) == 1
+            and len({timeline.spans[one].process for one in nodes}) > 1
+        ):
+            meets = any(graph.spans[one].process == places[0] for one in graph.last_of)
+            kind = "late-rank" if meets else "slow-rank"
+        yield Suspect(
+            kind,
+            ns - usual_ns,
+            ns - usual_ns,
+            label,
+            places[0] if len(places) == 1 else None,
+            call.dur_ns if longer else ns,
+            usual_call_ns if longer else usual_ns,
+            beside,
+            call.trajectory,
+            call.turn,
+            (f"{duration(ns)} of the critical path, {duration(usual_ns)} in step {steps}",),
+            nodes=tuple(one for one, _ in on_path.most_common()) or (node,),
+            because=tokens,
+            on_path=not longer,
+        )
+
+
+def _more_tokens(label: Label, own: NearStep, near: Sequence[NearStep]) -> str:
+    """Return words for the tokens of a stage, if the stage had more tokens than in the captured neighbours
+    and took about as long per token. Empty otherwise.
+    """
+    usual = middle(step.tokens.get(label, 0) for step in near)
+    tokens, ns = own.tokens.get(label, 0), own.stage_ns(label)
+    usual_ns = middle(step.stage_ns(label) for step in near)
+    if not usual or tokens < usual * MORE_TOKENS or ns * usual > usual_ns * tokens * MORE_TOKENS:
+        return ""
+    return f"{tokens:,} tokens, {usual:,} there"
+
+
+def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence[NearStep]) -> list[int]:
+    """Return the indices of the processes in which a stage grew by at least half of the largest growth. Empty
+    if the stage grew in no process.
+
+    If processes share calls, as those of a pool do, only calls that are longer than usual count as growth.
+    """
+    grew, calls, usual_calls = dict[int, int](), dict[int, int](), dict[int, int]()
+    for index, process in enumerate(timeline.processes):
+        key = label, process.name
+        if key in own.rank_ns:
+            grew[index] = own.rank_ns[key] - middle(step.rank_ns.get(key, 0) for step in near)
+            calls[index] = own.rank_calls[key]
+            usual_calls[index] = middle(step.rank_calls.get(key, 0) for step in near)
+    if calls != usual_calls and sum(calls.values()) == sum(usual_calls.values()):
+        usual_ns = middle(step.call_ns.get(label, 0) for step in near)
+        grew = {
+            index: own.rank_ns[label, timeline.processes[index].name] - number * usual_ns
+            for index, number in calls.items()
+        }
+    most_ns = max(grew.values(), default=0)
+    return [index for index, ns in grew.items() if ns * 2 >= most_ns > 0]
+
+
+def grown_at_the_top(path: StepPath, except_of: Set[str] = frozenset()) -> Iterator[Suspect]:
+    """Yield a suspect for each top stage of the owner that took longer than in the uncaptured neighbouring
+    steps.
+
+    A stage's growth counts up to the stage's time on the critical path. If the stage only waits, its whole
+    growth counts, because the critical path does not run through waits.
+
+    Args:
+        except_of: Stages to leave out, as `role/stage`.
+    """
+    timeline, on_path = path.graph.timeline, _top_on_path(path)
+    extents = _top_extents(timeline)
+    used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
+    if not used:
+        return
+    profiled = any(process.profiled for process in timeline.processes)
+    without = ", without profilers" if profiled else ""
+    for name, seconds in top_stages(timeline).items():
+        if name in except_of:
+            continue
+        usual_ns = middle(round(step.stages.get(name, 0.0) * 1e9) for step in used)
+        took_ns = round(seconds * 1e9)
+        role, _, stage = name.partition("/")
+        waits = only_waits(stage, None)
+        longer_ns = took_ns - usual_ns if waits else min(took_ns - usual_ns, on_path[name])
+        if longer_ns * LEAST_OF_CALLS < timeline.window.wall_ns:
+            continue
+        beside = f"in {count(len(used), 'step')} near it{without}"
+        part = _grown_part(path, (role, stage), usual_ns + longer_ns // 2)
+        if part is None:
+            kind = _kind_of((role, stage), waits=waits)
+            suspect = Suspect(kind, longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns, beside)
+            yield suspect._replace(within=tuple(extents[name]))
+            continue
+        # In the neighbours the whole stage took less than this part of the stage takes in this step, so the
+        # difference is growth.
+        label, process, part_ns = part
+        grew_ns = part_ns - usual_ns
+        beside = f"in all of {role} {stage} {beside}"
+        suspect = Suspect(_kind_of(label), grew_ns, grew_ns, label, process, part_ns, usual_ns, beside)
+        yield suspect._replace(within=tuple(extents[name]))
+
+
+def _grown_part(path: StepPath, top: Label, least_ns: int) -> tuple[Label, int | None, int] | None:
+    """Return (stage, process, ns on the critical path) of the longest stage below a top stage of the owner.
+    The process is None if several processes ran the stage. Return None if the stage has less than `least_ns`.
+    """
+    names, during = ToolNames(path.graph.timeline), _top_extents(path.graph.timeline)["/".join(top)]
+    on_path, processes = defaultdict[Label, list[Pair]](list), defaultdict[Label, set[int]](set)
+    for piece in path.pieces:
+        span = path.graph.span_of(piece.node)
+        if span is not None and span.stage not in NO_WORK:
+            on_path[names.label_of(span)].append((piece.start_ns, piece.end_ns))
+            processes[names.label_of(span)].add(span.process)
+    took_ns = {label: common_ns(pairs, during) for label, pairs in on_path.items()}
+    label = max(took_ns, key=lambda label: took_ns[label], default=top)
+    if label == top or took_ns[label] < least_ns:
+        return None
+    return label, processes[label].pop() if len(processes[label]) == 1 else None, took_ns[label]
+
+
+def _top_extents(timeline: Timeline) -> Mapping[str, list[Pair]]:
+    """Return the (start, end) pairs of the owner's top spans by `role/stage`."""
+    extents = defaultdict[str, list[Pair]](list)
+    for span in timeline.spans:
+        if span.process == 0 and (span.parent is None or timeline.spans[span.parent].process != 0):
+            extents[f"{span.role}/{span.stage}"].append((span.start_ns, timeline.until_ns(span)))
+    return extents
+
+
+def _top_on_path(path: StepPath) -> Counter[str]:
+    """Return {`role/stage` of the owner's top spans: ns on the critical path}.
+
+    The time of a top span includes the spans below it. Time of another process that is not below a span of
+    the owner counts for the top spans that ran meanwhile.
+    """
+    spans, on_path, elsewhere = path.graph.timeline.spans, Counter[str](), list[Pair]()
+    for piece in path.pieces:
+        span = path.graph.span_of(piece.node)
+        while span is not None and span.parent is not None:
+            span = spans[span.parent]
+        if span is not None and span.process == 0:
+            on_path[f"{span.role}/{span.stage}"] += piece.wall_ns
+        elif span is not None:
+            elsewhere.append((piece.start_ns, piece.end_ns))
+    for name, extents in _top_extents(path.graph.timeline).items():
+        on_path[name] += common_ns(elsewhere, extents)
+    return on_path
+
+
+def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
+    if waits:
+        return "queue"
+    if is_tool(*label):
+        return "slow-tool"
+    return "weight-sync" if MOVES_WEIGHTS.search(label[1]) else "slow-stage"
