@@ -45,6 +45,7 @@ TABLES = {
         "live",
         "near",
         "holds",
+        "event_loops",
         "plain",
         "opened",
         "waiting",

@@ -34,7 +34,7 @@ from stepscope._recording.counters.load import (
 from stepscope._recording.spans.span import thread as of_spans
 from stepscope.backends.counters import CounterSource
 from stepscope.files.counters import EVENT_LOOP, GC, IN
-from stepscope_report.sections.counters import late_loops
+from stepscope_report.event_loops import late_loops
 from stepscope_report.timeline import Counter, load_step
 
 MB = 1 << 20

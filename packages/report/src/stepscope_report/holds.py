@@ -21,12 +21,12 @@ from stepscope.files.counters import (
 from stepscope.files.spans import SEQUENCE
 from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
 from stepscope_report.formatting import count, duration
-from stepscope_report.sections.counters import BusyHost, Piece, pieces_of, say_busy_host
+from stepscope_report.sections.counters import BusyHost, say_busy_host
 from stepscope_report.spans import ToolNames, whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
 from stepscope_report.table import grouped
 from stepscope_report.timeline import Timeline, model
-from stepscope_report.timeline.model import GENERATES
+from stepscope_report.timeline.model import GENERATES, HeldValue, held_values
 
 _start_ns, _end_ns = attrgetter("start_ns"), attrgetter("end_ns")
 
@@ -57,12 +57,12 @@ def preempted_requests(timeline: Timeline) -> Counter[int]:
         if number and timeline.consumes(span):
             stated[span.process] += 1
     for counter in timeline.counters:
-        if counter.name == PREEMPTIONS and (pieces := pieces_of(counter, timeline)):
+        if counter.name == PREEMPTIONS and (pieces := held_values(counter, timeline)):
             counted[counter.process] += round(pieces[-1].value - pieces[0].value)
     return +stated or +counted
 
 
-def held_ns(pieces: Iterable[Piece]) -> int:
+def held_ns(pieces: Iterable[HeldValue]) -> int:
     """Return for how many ns a process was held up, according to a counter in percent."""
     return round(sum(piece.value / 100 * (piece.end_ns - piece.start_ns) for piece in pieces))
 
@@ -91,8 +91,8 @@ class Holds:
         preempted = preempted_requests(timeline)
         self._preempted = preempted if sum(preempted.values()) > 2 * usual else Counter[int]()
         self._busy_hosts = {host.host: host for host in busy_hosts}
-        self._pieces: dict[tuple[int, str], list[Piece]] = {
-            (process, counter.name): pieces_of(counter, timeline)
+        self._pieces: dict[tuple[int, str], list[HeldValue]] = {
+            (process, counter.name): held_values(counter, timeline)
             for counter in timeline.counters
             if counter.name in _HOLDS and timeline.processes[counter.process].aligned
             for process in _described(counter, timeline)
@@ -340,11 +340,11 @@ class Holds:
         return found
 
 
-def _inside_ns(pairs: Iterable[Pair], piece: Piece) -> int:
+def _inside_ns(pairs: Iterable[Pair], piece: HeldValue) -> int:
     return union_ns(clipped(pairs, piece.start_ns, piece.end_ns))
 
 
-def _core_waits(timeline: Timeline) -> Iterator[tuple[tuple[int, int], list[Piece]]]:
+def _core_waits(timeline: Timeline) -> Iterator[tuple[tuple[int, int], list[HeldValue]]]:
     """Yield ((process, thread), its waits for a core). A thread that was first sampled after the step is
     left out.
     """
@@ -353,11 +353,11 @@ def _core_waits(timeline: Timeline) -> Iterator[tuple[tuple[int, int], list[Piec
         if not process.aligned:
             continue
         if counter.name == CORE_WAIT:
-            yield (counter.process, process.info.pid), pieces_of(counter, timeline)
+            yield (counter.process, process.info.pid), held_values(counter, timeline)
         thread = counter.of.removeprefix("thread ")
         is_known = counter.name == THREAD_CORE_WAIT and thread.isdecimal()
         if is_known and counter.times_ns[0] <= timeline.window.end_ns:
-            yield (counter.process, int(thread)), pieces_of(counter, timeline)
+            yield (counter.process, int(thread)), held_values(counter, timeline)
 
 
 def _throttled(timeline: Timeline) -> dict[int, tuple[str, list[Pair]]]:
@@ -366,7 +366,7 @@ def _throttled(timeline: Timeline) -> dict[int, tuple[str, list[Pair]]]:
     gpus = {part.process.key: f"GPU {part.hardware.gpu}" for part in parts if part.hardware.gpu is not None}
     slowed = {
         (timeline.processes[counter.process].info.host, counter.of): [
-            (piece.start_ns, piece.end_ns) for piece in pieces_of(counter, timeline) if piece.value
+            (piece.start_ns, piece.end_ns) for piece in held_values(counter, timeline) if piece.value
         ]
         for counter in timeline.counters
         if counter.name == GPU_THROTTLED and timeline.processes[counter.process].aligned

@@ -22,10 +22,10 @@ from stepscope.files.storage import read_records
 from stepscope_report.accounting import Label, Pair, common_ns
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import held_ns, preempted_requests
-from stepscope_report.sections.counters import pieces_of
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, above, few_names, is_tool, whole
 from stepscope_report.suspects import LEAST_OF_CALLS, NO_WORK, CauseKind, StepPath, Suspect, step_path
 from stepscope_report.timeline import Timeline, load_step
+from stepscope_report.timeline.model import held_values
 
 MORE_TOKENS = 1.25
 """Smallest ratio of the tokens of two steps, or of calls in two steps, at which the report names the tokens
@@ -126,7 +126,7 @@ def outside_ns(path: StepPath) -> int:
 def collected_times(timeline: Timeline) -> dict[str, int]:
     """Return {name of a process: ns for which Python's garbage collector stopped the process}."""
     return {
-        timeline.processes[counter.process].name: held_ns(pieces_of(counter, timeline))
+        timeline.processes[counter.process].name: held_ns(held_values(counter, timeline))
         for counter in timeline.counters
         if counter.name == GC
     }

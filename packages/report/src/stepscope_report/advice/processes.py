@@ -11,8 +11,9 @@ from typing import NamedTuple
 from stepscope.files.counters import GC, KV_CACHE, PREEMPTIONS
 from stepscope_report.advice import FULL, Advice, Evidence, SettingChange, percentage_of, share_of_step
 from stepscope_report.advice.remedies import changes
+from stepscope_report.event_loops import LateLoop, say_blocks
 from stepscope_report.formatting import count, duration, size
-from stepscope_report.sections.counters import CounterRow, LateLoop, say_blocks
+from stepscope_report.sections.counters import CounterRow
 from stepscope_report.sections.idle import awaited_rank
 from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.spans import GENERATES, ROLLOUT

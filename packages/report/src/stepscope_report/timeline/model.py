@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -160,6 +160,14 @@ class Counter(msgspec.Struct, frozen=True, kw_only=True):
     times_ns: tuple[int, ...]
     """Time at which each value was sampled, ascending."""
     values: tuple[float, ...]
+
+
+class HeldValue(NamedTuple):
+    """A value, and the time for which the value holds: from the previous sample to the value's own sample."""
+
+    start_ns: int
+    end_ns: int
+    value: float
 
 
 class EngineStall(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,3 +334,23 @@ def _reasons(timeline: Timeline) -> Iterator[str]:
 def _say_problem(problem: FileProblem) -> str:
     lines = "" if problem.lines is None else f" ({problem.lines:,} line{'s' * (problem.lines != 1)})"
     return f"{problem.file}: {problem.what}{lines}"
+
+
+def held_values(counter: Counter, timeline: Timeline) -> list[HeldValue]:
+    """Return a counter's values within the step, in order of time. The counter's first value has no duration.
+
+    If the clock of the process is unaligned, all values are returned, because their place in the step is
+    unknown.
+    """
+    times = counter.times_ns
+    pieces = map(HeldValue, (*times[:1], *times), times, counter.values)
+    if not timeline.processes[counter.process].aligned:
+        return list(pieces)
+    start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
+    if counter.kind == "interval" and times and times[0] > end_ns:  # a late sample that covers the step
+        return [HeldValue(start_ns, end_ns, counter.values[0])]
+    return [
+        HeldValue(max(piece.start_ns, start_ns), min(piece.end_ns, end_ns), piece.value)
+        for piece in pieces
+        if piece.end_ns >= start_ns and piece.start_ns <= end_ns
+    ]
