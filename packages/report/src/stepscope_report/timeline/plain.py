@@ -27,8 +27,9 @@ from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage import files_below
 from stepscope_report.timeline.activity.content import ProfilerStep, TraceContent
-from stepscope_report.timeline.activity.content_reader import Complete, Event, Metadata, Reading
+from stepscope_report.timeline.activity.content_reader import Reading
 from stepscope_report.timeline.activity.intervals import Pair
+from stepscope_report.timeline.activity.trace_events import Complete, Event, Metadata
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine

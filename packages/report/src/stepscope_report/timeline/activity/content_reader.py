@@ -1,11 +1,9 @@
 """Reader of one torch trace: its operators, kernels, devices, engine iterations and memory.
 
-The reader is fast because typed decoding takes only the fields of `_Facts` from `args`, and shapes if the
-trace has them. Memory holds one block of the file, and a record for each pair of name and shapes. It grows
-by 16 bytes with each interval of device or operator time, and by 20 to 32 with each operator, label, function
-and kernel.
+Memory holds one block of the file, and a record for each pair of name and shapes. It grows by 16 bytes with
+each interval of device or operator time, and by 20 to 32 with each operator, label, function and kernel.
 
-This file has more than 500 lines, because each type of event is decoded and counted in one place.
+This file has more than 500 lines, because each type of event is counted in one place.
 
 It reads the files that Kineto writes from torch 1.8 to 2.15, for CUDA, ROCm, XPU, MTIA and CPU.
 """
@@ -17,11 +15,10 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from itertools import chain, compress, groupby
-from operator import add, itemgetter, or_
+from operator import add, itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -53,13 +50,33 @@ from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Pair, Slices, Stretches, length, unpacked
 from stepscope_report.timeline.activity.nesting import (
     BESIDE,
-    NONE,
     Nested,
     mark_key,
     mark_name,
     operator_key,
 )
 from stepscope_report.timeline.activity.ranges import BACKWARD, MODULE, Labels, ProfilerSteps
+from stepscope_report.timeline.activity.trace_events import (
+    ASYNC,
+    MEMORY,
+    METADATA,
+    Begin,
+    Complete,
+    End,
+    Event,
+    Instant,
+    Linked,
+    MemoryArgs,
+    Metadata,
+    ProcessLabels,
+    Shaped,
+    all_facts,
+    decode_element,
+    decode_events,
+    decode_with_shapes,
+    facts_of,
+    has_shapes,
+)
 from stepscope_report.timeline.clocks import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.clocks.collectives import Call, calls_in, find
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
@@ -96,13 +113,10 @@ _SIZES = 4096
 _ALL = float("-inf"), float("inf")
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
-_FARTHEST_US = 4e15
-"""Largest plausible time or duration: the year 2096, for traces that count from 1970."""
 _ABSOLUTE = re.compile(rb'("ts": ?1)(\d{3})(\d{12})(?!\d)')
 """A time in us since 1970. As a float, it is rounded to 0.25 us, which is coarser than `BESIDE`."""
 _NEAR_ZERO = range(3_600_000_000, 996_400_000_000)
 """Last 12 digits of absolute times (in us) that are over an hour from any change of the digits in front."""
-_Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 _json = msgspec.json.encode
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -146,184 +160,6 @@ def nothing_read(why: str) -> TraceContent:
     notes = Notes()
     notes.file(why)
     return Reading(notes).finish(TraceFields())
-
-
-class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    """A slice (phase X) of a Chrome trace. For the work of a device, `pid` is the device's number."""
-
-    name: str = ""
-    cat: str = ""
-    pid: int | str = 0
-    tid: int | str = 0
-    ts: _Us = 0.0
-    dur: _Us = 0.0
-
-
-_ASYNC, _MEMORY, _METADATA = "\0", "\1", "\2"
-"""Categories of asynchronous events, memory events and metadata; no slice has them."""
-
-
-class _Begin(msgspec.Struct, tag_field="ph", tag="b", gc=False):
-    cat: ClassVar[str] = _ASYNC
-    name: str = ""
-    kind: str = msgspec.field(default="", name="cat")
-    id: int | str = 0
-    pid: int | str = 0
-    ts: float = 0.0
-
-
-class _End(msgspec.Struct, tag_field="ph", tag="e", gc=False):
-    cat: ClassVar[str] = _ASYNC
-    kind: str = msgspec.field(default="", name="cat")
-    id: int | str = 0
-    pid: int | str = 0
-    ts: float = 0.0
-
-
-_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=10**15)]
-
-
-class _Facts(msgspec.Struct, gc=False):
-    """Fields of an event's `args` about a device's work, a call into its runtime, and the links that `Links`
-    checks. A number that is not stated is -1, except `node`, which is 0.
-    """
-
-    device: _Id = -1
-    correlation: _Id = -1
-    node: _Id = msgspec.field(default=0, name="graph node id")
-    sequence: _Id = msgspec.field(default=-1, name="Sequence number")
-    thread: _Id = msgspec.field(default=-1, name="Fwd thread id")
-    record: _Id = msgspec.field(default=-1, name="wait_on_cuda_event_record_corr_id")
-    sync: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="cuda_sync_kind")
-    op: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Collective name")
-    dtype: msgspec.Raw = msgspec.Raw()
-    sent: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="In msg nelems")
-    received: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Out msg nelems")
-    members: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Group size")
-
-
-class _Stated(Complete, tag_field="ph", tag="X", gc=False):
-    args: _Facts | None = None
-
-
-class _Args(_Facts, gc=False):
-    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(NONE), name="Input Dims")
-
-
-class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
-    args: _Args | None = None
-
-
-class _Odd(Complete, tag_field="ph", tag="X", gc=False):
-    """A slice with an argument of an unexpected type."""
-
-    args: msgspec.Raw = msgspec.Raw()
-
-
-class Linked(Complete, tag_field="ph", tag="X", gc=False):
-    """A slice from another reader. A kernel and its launch have the same `correlation`."""
-
-    correlation: int = -1
-
-
-def _facts(event: Complete) -> _Facts:
-    if isinstance(event, (_Stated, _Shaped)):
-        return event.args or _NOTHING_SAID
-    if isinstance(event, Linked):
-        return _Facts(correlation=event.correlation)
-    return _readable(event.args) if isinstance(event, _Odd) else _NOTHING_SAID
-
-
-def _all_facts(events: Sequence[Any]) -> list[_Facts]:
-    """Return the facts of events. Events of the usual type are handled without a call of `_facts`, which is
-    four times as fast.
-    """
-    return [event.args or _NOTHING_SAID if type(event) is _Stated else _facts(event) for event in events]
-
-
-def _readable(args: msgspec.Raw) -> _Facts:
-    """Return the facts in the arguments, without arguments of a wrong type."""
-    facts = _Facts()
-    with suppress(msgspec.DecodeError):
-        for name, raw in _raw_fields(args).items():
-            with suppress(msgspec.DecodeError, KeyError):
-                field = _FIELDS[name]
-                setattr(facts, field, getattr(_decode_facts(b'{"%b":%b}' % (name.encode(), raw)), field))
-    return facts
-
-
-_NOTHING_SAID = _Facts()
-_FIELDS = {field.encode_name: field.name for field in msgspec.structs.fields(_Facts)}
-_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_facts = msgspec.json.Decoder(_Facts).decode
-
-
-class _MemoryArgs(msgspec.Struct, gc=False):
-    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
-    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
-    kind: int | None = msgspec.field(default=None, name="Device Type")
-    device: int | None = msgspec.field(default=None, name="Device Id")
-
-
-class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
-    cat: ClassVar[str] = _MEMORY
-    name: str = ""
-    ts: _Us = 0.0
-    args: _MemoryArgs | None = None
-
-
-class Metadata(msgspec.Struct, tag_field="ph", tag="M", gc=False):
-    """A description of a process or thread (phase M). The fields are JSON."""
-
-    cat: ClassVar[str] = _METADATA
-    name: msgspec.Raw = msgspec.Raw()
-    pid: msgspec.Raw = msgspec.Raw()
-    tid: msgspec.Raw = msgspec.Raw()
-    args: msgspec.Raw = msgspec.Raw()
-
-
-class _ProcessLabels(msgspec.Struct, gc=False):
-    labels: str
-
-
-class _Unread(msgspec.Struct, gc=False):
-    """An event of a phase that is not used."""
-
-    cat: ClassVar[str] = ""
-
-
-def _nothing(phase: str) -> type[msgspec.Struct]:
-    return msgspec.defstruct(f"_Skipped_{phase}", [], bases=(_Unread,), tag_field="ph", tag=phase, gc=False)
-
-
-Event: TypeAlias = Complete | _Instant | _Begin | _End | Metadata
-_unused = [_nothing(phase) for phase in "stfCBEnNODSTpFPIRcvVa(),"]
-
-
-def _events(slices: type[Complete]) -> Any:
-    """Return a decoder of events. Events of unused phases are decoded to structs without fields. The types of
-    these structs are made at run time.
-    """
-    event: Any = reduce(or_, _unused, slices | _Instant | _Begin | _End | Metadata)
-    return msgspec.json.Decoder(list[event], strict=False).decode
-
-
-_decode, _decode_with_shapes, _decode_odd = _events(_Stated), _events(_Shaped), _events(_Odd)
-
-
-def _decoded(element: msgspec.Raw) -> list[Event]:
-    """Return [event] for an element of the array, or an empty list if the element is no event."""
-    for decode in (_decode_with_shapes, _decode_odd):
-        with suppress(msgspec.ValidationError):
-            events: list[Event] = decode(b"[%b]" % element)
-            return events
-    return []
-
-
-def _has_shapes(events: Sequence[Event]) -> bool:
-    """Return whether operators may have shapes. All slices of a sound block have one type."""
-    slices = (event for event in events if isinstance(event, Complete))
-    return isinstance(next(slices, None), (_Shaped, _Odd))
 
 
 class Reading:
@@ -394,11 +230,11 @@ class Reading:
         """
         text = self._shortened(text)
         try:
-            events: list[Event] = (_decode if find(text, SHAPES) < 0 else _decode_with_shapes)(text)
+            events: list[Event] = (decode_events if find(text, SHAPES) < 0 else decode_with_shapes)(text)
         except msgspec.ValidationError:
             events = []
             for element in _raw(text):
-                decoded = _decoded(element)
+                decoded = decode_element(element)
                 events += decoded
                 if not decoded and bytes(element) != b"{}":  # XLA writes an empty event at the end
                     self.notes.events(ANOTHER_SHAPE)
@@ -450,17 +286,17 @@ class Reading:
                     yield event
                 elif event.dur >= 0 and self._near[0] <= event.ts and event.ts + event.dur <= self._near[1]:
                     self._tell_host(event)
-            elif not isinstance(event, _Instant) or first <= event.ts <= last:
+            elif not isinstance(event, Instant) or first <= event.ts <= last:
                 yield event
 
     def _tell_host(self, event: Complete) -> None:
         """Keep a slice outside of the times that are read, as a possible cause of gaps."""
         name, start, dur, host = event.name, event.ts, event.dur, self._host
         if event.cat in DEVICE:
-            self._work.add([event], [_facts(event)], [start], [dur], self._work.beyond)
+            self._work.add([event], [facts_of(event)], [start], [dur], self._work.beyond)
         elif event.cat in _RUNTIME:
             caller = host.thread((event.pid, event.tid))
-            host.launched([_facts(event).correlation], [start], [caller])
+            host.launched([facts_of(event).correlation], [start], [caller])
             host.calls([name], [start], [dur], [caller])
         elif event.cat in _FRAMES:
             host.frame(name, start, dur, host.thread((event.pid, event.tid)))
@@ -492,18 +328,18 @@ class Reading:
             **dict.fromkeys(DEVICE, work.append),
             **dict.fromkeys(_RUNTIME, calls.append),
             **dict.fromkeys(_FRAMES, frames.append),
-            **dict.fromkeys(_OPERATORS, put_special if _has_shapes(events) else others.append),
+            **dict.fromkeys(_OPERATORS, put_special if has_shapes(events) else others.append),
             **dict.fromkeys((*_ANNOTATIONS, *_SYNCS, "Trace"), put_special),
-            _ASYNC: self._asynchronous,
-            _MEMORY: self._instant,
-            _METADATA: self.describe,
+            ASYNC: self._asynchronous,
+            MEMORY: self._instant,
+            METADATA: self.describe,
         }
         put = put_of.get
         for event in events:
             put(event.cat, bool)(event)  # `bool` does nothing
         if work:
             believed, starts_us, durs = self._believed(work)
-            self._work.add(believed, _all_facts(believed), starts_us, durs, self._work.rows)
+            self._work.add(believed, all_facts(believed), starts_us, durs, self._work.rows)
             self._linked = self._linked or isinstance(work[0], Linked)
         if calls:
             self._calls(*self._believed(calls))
@@ -603,7 +439,7 @@ class Reading:
         else:
             self.seen(event.ts, event.ts + event.dur)
 
-    def _asynchronous(self, event: _Begin | _End) -> None:
+    def _asynchronous(self, event: Begin | End) -> None:
         """Add a collective that NCCL's example profiler has written as a pair of asynchronous events.
 
         The format is that of `ext-profiler/example/print_event.cc` in NCCL. An id is unique among the events
@@ -612,7 +448,7 @@ class Reading:
         if event.kind not in _NCCL_CALLS:
             return
         key = event.pid, event.kind, event.id
-        if isinstance(event, _Begin):
+        if isinstance(event, Begin):
             self._begun[key] = event.name, event.ts
         elif key in self._begun:
             name, start = self._begun.pop(key)
@@ -623,7 +459,7 @@ class Reading:
     def _operator(self, event: Complete) -> None:
         """Add an operator that has a new name or shapes."""
         key = name = event.name
-        if isinstance(event, _Shaped) and event.args is not None:
+        if isinstance(event, Shaped) and event.args is not None:
             self.flops.add(name, event.ts, event.args.dims)
             key = operator_key(name, event.args.dims, self._nested.keys, len(self._nested.keys))
         if is_range(name):
@@ -632,7 +468,7 @@ class Reading:
             return
         number = self._open(event, key)
         if name == _COMMS:
-            said = _facts(event)
+            said = facts_of(event)
             known = (said.op, said.dtype, said.sent, said.received, said.members)
             self._links.collective(complete=all(map(bytes, known)))
             return
@@ -644,7 +480,7 @@ class Reading:
 
     def _of_backward(self, events: Sequence[Complete]) -> None:
         """Add the links of operators of torch's backward pass."""
-        facts = _all_facts(events)
+        facts = all_facts(events)
         self._links.backward(
             [event.name for event in events],
             [said.thread for said in facts],
@@ -652,7 +488,7 @@ class Reading:
         )
 
     def _wait(self, event: Complete) -> None:
-        facts = _facts(event)
+        facts = facts_of(event)
         if event.name == "Stream Synchronize" and facts.device >= 0 and isinstance(event.tid, int):
             self._host.wait(facts.device, event.tid, event.ts)
         record, kind = None if facts.record < 0 else facts.record, bytes(facts.sync)
@@ -715,7 +551,7 @@ class Reading:
         """Add calls into the runtime of a device."""
         self._runtime = self._runtime or bool(events)
         self._unit = next((_UNITS[call.cat] for call in events if call.cat in _UNITS), self._unit)
-        names, numbers = [event.name for event in events], [said.correlation for said in _all_facts(events)]
+        names, numbers = [event.name for event in events], [said.correlation for said in all_facts(events)]
         callers = self._threads(events)
         self._host.launched(numbers, starts_us, callers)
         self._host.calls(names, starts_us, durs, callers)
@@ -762,16 +598,16 @@ class Reading:
             names.setdefault(key, f"{self._unit} {key}" if str(key).isdigit() else str(key))
             with suppress(msgspec.DecodeError):
                 args = self._labels_of.get(_json(track.row[0]), b"")
-                label = msgspec.json.decode(args, type=_ProcessLabels).labels
+                label = msgspec.json.decode(args, type=ProcessLabels).labels
                 if label.endswith(f" {key}") and not label.startswith("GPU "):
                     names[key] = label
         return names
 
-    def _instant(self, event: _Instant) -> None:
+    def _instant(self, event: Instant) -> None:
         if event.name == "[memory]" and event.args is not None:
             self._memory(event.ts, event.args)
 
-    def _memory(self, ts: float, args: _MemoryArgs) -> None:
+    def _memory(self, ts: float, args: MemoryArgs) -> None:
         if args.allocated is None or args.kind is None:
             return
         device = args.kind, 0 if args.device is None else max(0, args.device)

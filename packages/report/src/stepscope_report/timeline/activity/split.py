@@ -19,7 +19,8 @@ import msgspec
 
 from stepscope_report.accounting import Label
 from stepscope_report.timeline.activity.content import Iteration, TraceContent
-from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading
+from stepscope_report.timeline.activity.content_reader import Reading
+from stepscope_report.timeline.activity.trace_events import Complete, Event
 from stepscope_report.timeline.activity.traces import TraceActivity
 from stepscope_report.timeline.model import Timeline
 from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace

@@ -20,8 +20,6 @@ from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import (
     DEVICE,
-    Complete,
-    Linked,
     Reading,
     is_short,
     nothing_read,
@@ -29,6 +27,7 @@ from stepscope_report.timeline.activity.content_reader import (
     starts,
 )
 from stepscope_report.timeline.activity.intervals import Pair
+from stepscope_report.timeline.activity.trace_events import Complete, Linked
 from stepscope_report.timeline.clocks import NOT_NEAR, Hours, is_near, middle, wall_base
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import FileProblem, Timeline
