@@ -9,6 +9,8 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
+
 from stepscope.files.counters import (
     CORE_WAIT,
     DISK_SLEEP,
@@ -21,7 +23,6 @@ from stepscope.files.counters import (
 from stepscope.files.spans import SEQUENCE
 from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
 from stepscope_report.formatting import count, duration
-from stepscope_report.sections.counters import BusyHost, say_busy_host
 from stepscope_report.spans import ToolNames, whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
 from stepscope_report.table import grouped
@@ -29,6 +30,28 @@ from stepscope_report.timeline import Timeline, model
 from stepscope_report.timeline.model import GENERATES, HeldValue, held_values
 
 _start_ns, _end_ns = attrgetter("start_ns"), attrgetter("end_ns")
+
+
+class BusyHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A host whose cores were all busy, and the number of cores that the recorded processes used."""
+
+    host: str
+    busy: float
+    """Mean load of all cores, in percent."""
+    cores: float
+    """Mean number of cores that the recorded processes of the host used together."""
+    processes: int
+
+
+def say_busy_host(host: BusyHost) -> str:
+    """Return the load of a host whose cores were all busy, and the number of cores that the step used, as a
+    clause.
+    """
+    processes = count(host.processes, "process")
+    return (
+        f"all cores of {host.host} were busy ({host.busy:.0f} %), and {processes} of the step used "
+        f"{host.cores:.2g} of them"
+    )
 
 
 class _Hold(NamedTuple):

@@ -9,11 +9,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from stepscope.files.counters import RUNNING_REQUESTS, UNFINISHED_REQUESTS, WAITING_REQUESTS
 from stepscope.files.spans import REPLICA, SERVED, WAITING
-from stepscope_report.sections.counters import requests_held
+from stepscope_report.accounting import Pair
 from stepscope_report.spans import MOVES_WEIGHTS, ReplicaKey, replica_of, replica_of_process, whole
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 from stepscope_report.timeline.activity.content import Iteration
+from stepscope_report.timeline.model import HeldValue, held_values
 from stepscope_report.timeline.tree import CALLERS
 
 _PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
@@ -366,7 +368,7 @@ def _held(
     Without samples, the result is empty if the scheduler had no requests at the start and at the stop of the
     recording.
     """
-    sampled = None if number is None else requests_held(timeline, number, role)
+    sampled = None if number is None else _requests_held(timeline, number, role)
     ends = [_number(activity.options, name) for activity in activities for name in _REQUESTS_AT_ENDS]
     if sampled is None and ends and not any(ends) and None not in ends:
         return []
@@ -394,3 +396,33 @@ def _stretches(marks: Iterable[tuple[int, int, Mark]], until_ns: int) -> list[tu
         else:
             stretches.append((start_ns, end_ns))
     return stretches if since_ns is None else [*stretches, (since_ns, until_ns)]
+
+
+def _requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
+    """Return the stretches in which a replica had requests. None if no counter of its requests was sampled.
+
+    The counter of unanswered requests in the replica's front end is preferred, because that counter
+    includes requests that have not reached the scheduler. The last value holds until the end of the step.
+
+    Args:
+        number: Number of the replica.
+        role: Role of the processes that sample the counter, or empty if only one role has a replica of
+            that number.
+    """
+    own = [
+        counter
+        for counter in timeline.counters
+        if f"{counter.of} ".startswith(f"replica {number} ")
+        and timeline.processes[counter.process].aligned
+        and role in ("", timeline.processes[counter.process].info.role)
+    ]
+    named = [counter for counter in own if counter.name == UNFINISHED_REQUESTS]
+    sampled = named or [counter for counter in own if counter.name in (RUNNING_REQUESTS, WAITING_REQUESTS)]
+    if not sampled:
+        return None
+    pieces = [piece for counter in sampled for piece in held_values(counter, timeline)]
+    end_ns = timeline.window.end_ns
+    pieces += [HeldValue(counter.times_ns[-1], end_ns, counter.values[-1]) for counter in sampled]
+    return [
+        (piece.start_ns, piece.end_ns) for piece in pieces if piece.value and piece.start_ns < piece.end_ns
+    ]

@@ -11,9 +11,9 @@ from stepscope_report.advice import (
     share_of_step,
 )
 from stepscope_report.formatting import count, duration, few
+from stepscope_report.holds import say_busy_host
 from stepscope_report.sections.baseline import ENOUGH
 from stepscope_report.sections.breakdown import name_gap
-from stepscope_report.sections.counters import say_busy_host
 from stepscope_report.sections.health import Health, ProcessRow, has_deaths, say_deaths, was_cut_off
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT

@@ -20,7 +20,7 @@ from stepscope.files.counters import GC
 from stepscope_report.accounting import Label, Pair, common_ns, union_ns
 from stepscope_report.event_loops import say_blocks
 from stepscope_report.formatting import duration, middle
-from stepscope_report.holds import Holds
+from stepscope_report.holds import BusyHost, Holds
 from stepscope_report.near import (
     MORE_TOKENS,
     NearStep,
@@ -35,7 +35,7 @@ from stepscope_report.near import (
 from stepscope_report.sections import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
-from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters
+from stepscope_report.sections.counters import COUNTERS, Counters
 from stepscope_report.sections.health import HEALTH, cut_processes, has_deaths, was_cut_off
 from stepscope_report.sections.idle import IDLE, awaited_rank
 from stepscope_report.sections.long_tail import LONG_TAIL

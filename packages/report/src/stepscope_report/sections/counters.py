@@ -12,16 +12,14 @@ from stepscope.files.counters import (
     HOST_CPU,
     NPU,
     PROCESS_CPU,
-    RUNNING_REQUESTS,
-    UNFINISHED_REQUESTS,
-    WAITING_REQUESTS,
     CounterKind,
     CounterScope,
 )
-from stepscope_report.accounting import Pair, common_ns, joined
+from stepscope_report.accounting import common_ns, joined
 from stepscope_report.charts import pick_of_each
 from stepscope_report.event_loops import LateLoop, late_loops
 from stepscope_report.formatting import LISTED, count, duration, size
+from stepscope_report.holds import BusyHost, say_busy_host
 from stepscope_report.html import Html, illustrated, percent, section, tag, text
 from stepscope_report.sections import DEVICES, Section
 from stepscope_report.spans import is_tool, placed
@@ -68,17 +66,6 @@ class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
     """Time at 0 %, in ns. Its precision is the interval between samples."""
     tools_ns: int
     """Part of `idle_ns` in which a tool or an environment ran."""
-
-
-class BusyHost(msgspec.Struct, frozen=True, kw_only=True):
-    """A host whose cores were all busy, and the number of cores that the recorded processes used."""
-
-    host: str
-    busy: float
-    """Mean load of all cores, in percent."""
-    cores: float
-    """Mean number of cores that the recorded processes of the host used together."""
-    processes: int
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,47 +120,6 @@ def say_busy_hosts(counters: Counters) -> str:
     worst, others = counters.busy_hosts[0], len(counters.busy_hosts) - 1
     so = f" So were those of {count(others, 'other host')}." if others else ""
     return f"{say_busy_host(worst)[:1].upper()}{say_busy_host(worst)[1:]}.{so}"
-
-
-def say_busy_host(host: BusyHost) -> str:
-    """Return the load of a host whose cores were all busy, and the number of cores that the step used, as a
-    clause.
-    """
-    processes = count(host.processes, "process")
-    return (
-        f"all cores of {host.host} were busy ({host.busy:.0f} %), and {processes} of the step used "
-        f"{host.cores:.2g} of them"
-    )
-
-
-def requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
-    """Return the stretches in which a replica had requests. None if no counter of its requests was sampled.
-
-    The counter of unanswered requests in the replica's front end is preferred, because that counter
-    includes requests that have not reached the scheduler. The last value holds until the end of the step.
-
-    Args:
-        number: Number of the replica.
-        role: Role of the processes that sample the counter, or empty if only one role has a replica of
-            that number.
-    """
-    own = [
-        counter
-        for counter in timeline.counters
-        if f"{counter.of} ".startswith(f"replica {number} ")
-        and timeline.processes[counter.process].aligned
-        and role in ("", timeline.processes[counter.process].info.role)
-    ]
-    named = [counter for counter in own if counter.name == UNFINISHED_REQUESTS]
-    sampled = named or [counter for counter in own if counter.name in (RUNNING_REQUESTS, WAITING_REQUESTS)]
-    if not sampled:
-        return None
-    pieces = [piece for counter in sampled for piece in held_values(counter, timeline)]
-    end_ns = timeline.window.end_ns
-    pieces += [HeldValue(counter.times_ns[-1], end_ns, counter.values[-1]) for counter in sampled]
-    return [
-        (piece.start_ns, piece.end_ns) for piece in pieces if piece.value and piece.start_ns < piece.end_ns
-    ]
 
 
 def _row(counter: Counter, pieces: Sequence[HeldValue], timeline: Timeline) -> CounterRow:
