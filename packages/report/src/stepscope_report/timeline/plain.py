@@ -147,8 +147,8 @@ def read_plain(
                 traces.append(_Trace(described, info, content))
                 contents.append([ProcessContent(pid=None, content=content)])
         elif any(one.content.events for one in held):
-            for one in held:
-                if not problems and _is_of_others(one.content):
+            if trace.reader is None and not problems:
+                for one in filter(_is_of_others, held):
                     one.content.problems[OF_OTHERS] = None
             described, processes = _processes(trace, held)
             files.traces.append(described)
@@ -165,8 +165,9 @@ def read_plain(
     return PlainStep(_timeline(root, traces), files, contents)
 
 
-def _is_of_others(content: TraceContent) -> bool:
-    """Return whether a trace has events, and none that a report can use."""
+def _is_of_others(process: ProcessContent) -> bool:
+    """Return whether a process has events, and none that a report can use."""
+    content = process.content
     return bool(content.events) and content.first_us is None and not (content.iterations or content.memory)
 
 
