@@ -190,6 +190,14 @@ def test_where_no_profiler_is_installed_nothing_is_lost(
     assert "no profiler" not in caplog.text
 
 
+def test_a_profiler_that_was_asked_for_and_is_not_installed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(selection.LIBRARY, "cuda_memory", "a_library_that_is_absent")
+    result = captured(config_of(tmp_path).replace(tool="cuda_memory"), workers={})
+    assert len(manifest_of(result).warnings()) == 1
+
+
 def test_a_rank_that_closes_before_the_others_opened_says_nothing_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

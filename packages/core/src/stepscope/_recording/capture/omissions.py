@@ -139,11 +139,12 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
 
 def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:
     """Return the reason if a role should be profiled but no profiler and no engine recorded anything, else
-    None. With the default roles, also return None if the profiler's library is not installed.
+    None. With the default roles and tool, also return None if torch is not installed.
     """
     items = [item for part in parts for item in part.expected if item.kind in ("trace", "engine")]
     wanted = any(role.profiler for role in config.roles.values())
-    nothing_lost = config.roles == DEFAULT_ROLES and not is_installed(config.tool)
+    is_asked = config.roles != DEFAULT_ROLES or config.tool != "torch"
+    nothing_lost = not is_asked and not is_installed(config.tool)
     if not wanted or nothing_lost or any(item.state != "skipped" for item in items):
         return None
     reasons = dict.fromkeys(item.reason or item.state for item in items)
