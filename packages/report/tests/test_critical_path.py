@@ -169,6 +169,13 @@ numbers = st.integers(-50, 1050)
     )
 )  # fmt: skip
 @example([(0, 0, 1001, 0, "a", 0, False, None)])
+@example(  # a wait of a worker below a call of the owner that lies below the worker's call
+    [
+        (0, 0, 0, 4, "a", 0, False, None), (0, 0, 0, 0, "a", 0, False, None),
+        (1, 0, 258, -1, "c", 0, False, "t2"), (0, 0, 2, -1, "a", 1, False, None),
+        (0, 0, 0, 2, "a", 0, False, None), (1, 0, 293, 1, "c", 0, True, None),
+    ]
+)  # fmt: skip
 def test_the_path_of_any_spans_adds_up_to_the_step(
     made: list[tuple[int, int, int, int, str, int, bool, str | None]],
 ) -> None:

@@ -241,7 +241,14 @@ class _Builder:
         self._doubt()
 
     def _add(self, owner: int, nodes: Sequence[int]) -> None:
-        """Add calls without a recorded caller, in clusters, to the node in whose time the calls lie."""
+        """Add calls without a recorded caller, in clusters, to the node in whose time the calls lie. A call
+        above `owner` is left out: it waits for `owner`.
+        """
+        above, at = set[int](), owner
+        while at != NOBODY:
+            above.add(at)
+            at = self._caller[at]
+        nodes = [node for node in nodes if node not in above]
         groups = list(self._overlapping(nodes))
         kids = self._kids.get(owner, [])
         starts = sorted(self._start[node] for node in (*nodes, *kids))
