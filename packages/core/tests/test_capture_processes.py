@@ -21,6 +21,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.manifest_parts import fold, read_parts
 from stepscope.files.spans import End, Line, Open, Span
+from stepscope.files.storage import write_new
 
 PRELUDE = """
 import os, sys, signal, time
@@ -389,6 +390,11 @@ for number in range(1, 6):
         manifests = parts(tmp_path, number)
         assert len({part.run_id for part in manifests}) == 2
         assert all(item.state == "ok" for part in manifests for item in part.expected if item.name == "spans")
+
+
+def test_a_file_that_another_process_has_just_written_is_not_replaced(tmp_path: Path) -> None:
+    assert [write_new(tmp_path / "run.json", data) for data in (b"first", b"second")] == [True, False]
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"first"]
 
 
 PEER = """

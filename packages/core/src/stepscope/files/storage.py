@@ -130,6 +130,26 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise
 
 
+def write_new(path: Path, data: bytes) -> bool:
+    """Write `data` to `path` as `write_atomic` does, unless the file exists. Return whether it was written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    name = temporary(path)
+    write_atomic(name, data)
+    try:
+        os.link(name, path)
+    except FileExistsError:
+        return False
+    except ours(OSError):  # a file system without links
+        os.replace(name, path)
+    finally:
+        with suppress(OSError):
+            name.unlink()
+    return True
+
+
 def _created(path: Path) -> BinaryIO:
     try:
         return open(path, "xb", opener=private)

@@ -25,7 +25,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Hardware
 from stepscope.files.run import RunRecord
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage import write_atomic
+from stepscope.files.storage import write_atomic, write_new
 from stepscope.files.values import bounded
 
 IMPORTED_NS = time.time_ns()
@@ -334,6 +334,8 @@ def record_run(config: ProfileConfig) -> None:
     )
     try:
         Path(config.save_path).mkdir(parents=True, exist_ok=True)
-        write_atomic(layout.run(run_id()), msgspec.json.format(msgspec.json.encode(data)))
+        text = msgspec.json.format(msgspec.json.encode(data))
+        if not write_new(layout.run(run_id()), text):  # another run has just written `run.json`
+            write_atomic(layout.run(run_id()), text)
     except ours(OSError) as error:
         failures.note("writing run.json", error)
